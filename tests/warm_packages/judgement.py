@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+from phalanx.helpers.preload.packages import GOES_THROUGH_ALL
+
 Row = tuple[str, str, tuple[str, ...]]
 
 # Values that differ in every process, and of no consequence, or made again in a way of their own.
@@ -41,15 +43,6 @@ PROPCACHE_ PROTOCOL_BUFFERS_ PYDANTIC_ PYTORCH RAY_ REDIS_ RICH_ S3FS_ SAGEMAKER
 SM_ SPACY_ SQLALCHEMY_ SYMPY_ TF_ THINC_ TORCH TPU_ TQDM_ TRANSFORMERS_ TRITON_ WANDB_ XGB_ XLA_ YARL_ ZARR_
 """
 FAMILIES = tuple(_FAMILIES.split())
-# Packages that go through all variables: which ones they look for.
-GOES_THROUGH_ALL = {
-    "tqdm": ["TQDM_*"],
-    "fsspec": ["FSSPEC_*"],
-    "networkx": ["NETWORKX_*"],
-    "dask": ["DASK_*"],
-    "diffusers": ["COLAB_*"],
-    "numba": ["NUMBA_*"],
-}
 # Read by libc, the linker, or Python itself, before a script could set them; and what the observer sets.
 _NEVER = (
     "LD_", "LC_", "LANG", "PYTHON", "_PYTHON_", "MALLOC_", "GLIBC_", "GCONV_", "LOCPATH", "NLSPATH", "PROOF_",

@@ -209,12 +209,12 @@ class _Settings(ImportState):
                 if now != self._values[place]:
                     before.setdefault(place, self._values[place])
                     self._values[place] = now
-            why = f"reads {reads[0]} during its import" if reads else ""
+            why = f"{reads[0]} during its import" if reads else ""
             reads.clear()
             return why
         for place, value in self._pending.pop(name, {}).items():
             self._values[place] = value
-        why = f"reads {reads[0]} during its import" if reads else ""
+        why = f"{reads[0]} during its import" if reads else ""
         reads.clear()
         return why or self.changed()
 

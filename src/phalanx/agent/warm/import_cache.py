@@ -28,7 +28,7 @@ from phalanx.agent.warm.leading_imports import LeadingImport, leading_imports
 from phalanx.helpers.preload.import_recorder import homes
 from phalanx.helpers.preload.packages import PACKAGES
 from phalanx.helpers.preload.preload_list import is_listed, left_out, names_in, package_of
-from phalanx.helpers.preload.variables import variables_set_in
+from phalanx.helpers.preload.variables import constants_in, lines_of, variables_set_in
 from phalanx.trusted_files import open_trusted, write_trusted
 
 TYPE_CHECKING = False
@@ -125,7 +125,7 @@ class ImportCache:
         if package in self.refused or package in self.hidden:
             return self.refused.get(package, "is hidden by a file of yours")
         own = [file.path for file in self._files] + [line[1:] for line in self.seen if line.startswith("=")]
-        return left_out(package, variables_set_in(own, own[0] if own else ""))
+        return left_out(package, variables_set_in(own, constants_in(entry.line for entry in self.block)))
 
     @property
     def hidden(self) -> set[str]:
@@ -140,11 +140,15 @@ class ImportCache:
         lines = self._first()
         if not any(package_of(name) in PACKAGES for name in names_in(lines)):
             return []  # only of the standard library: a worker imports them as fast
-        variables = {name for entry in self.block for name in entry.may_be_set or ()}
-        return [*self._forbidden(), *(f"~{name}" for name in sorted(variables)), *lines]
+        return [*self._forbidden(), *lines]
 
     def _first(self) -> list[str]:
-        return [entry.line for entry in self.block if not entry.name or not self.why_not(entry)]
+        lines: list[str] = []
+        for entry in self.block:
+            if not entry.name or not self.why_not(entry):
+                lines += [line for line in lines_of(entry.may_be_set) if line not in lines]
+                lines.append(entry.line)
+        return lines
 
     def all_lines(self) -> list[str]:
         """What helpers in the background import: also what workers imported later."""

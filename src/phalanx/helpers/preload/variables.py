@@ -13,7 +13,7 @@ import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Container, Iterable, Iterator
     from typing import Any
 
 _ONLY_AST = 0x400  # ast.PyCF_ONLY_AST, without the module
@@ -32,10 +32,10 @@ def parse(text: bytes | str, path: str = "program") -> Any:
         return None
 
 
-def variables_set_in(files: Iterable[str], script: str = "") -> frozenset[str] | None:
+def variables_set_in(files: Iterable[str], constants: Container[str] = ()) -> frozenset[str] | None:
     """The variables that the code in these files may set, anywhere in them.
 
-    Not counted: what is set to a constant by an unindented line of `script`.
+    Not counted: unindented lines that set one of `constants`, which the preload sets, too.
     """
     found: frozenset[str] = frozenset()
     for path in files:
@@ -51,7 +51,9 @@ def variables_set_in(files: Iterable[str], script: str = "") -> frozenset[str] |
             if len(text) > _LIMIT:
                 return None
             continue
-        body = [node for node in tree.body if path != script or constant_set_by(node) is None]
+        body = [
+            node for node in tree.body if "{}{}={}".format(*constant_set_by(node) or "   ") not in constants
+        ]
         names = _set_in(node for statement in body for node in nodes_of(statement, called=True))
         if names is None:
             return None
@@ -80,6 +82,16 @@ def constant_set_by(statement: Any) -> tuple[str, str, str] | None:
         return None
     is_text = isinstance(name, str) and isinstance(value, str)
     return (word, name, value) if is_text and _is_environ(environ) else None
+
+
+def constants_in(lines: Iterable[str]) -> frozenset[str]:
+    """The lines of a preload that set a variable; of several for the same one, the last."""
+    return frozenset({line[1:].partition("=")[0]: line for line in lines if line[:1] in ("+", "?")}.values())
+
+
+def lines_of(may_be_set: frozenset[str] | None) -> list[str]:
+    """The lines of a preload that say which variables may have been set."""
+    return ["~*"] if may_be_set is None else [f"~{name}" for name in sorted(may_be_set)]
 
 
 def _set_in(nodes: Iterable[Any]) -> frozenset[str] | None:
