@@ -342,3 +342,14 @@ def test_an_import_does_not_see_the_variables_of_what_the_script_imports_later(
     """What the user names is imported first."""
     write(packages, tqdm="import os\nos.environ['NEW_X'] = '1'\n", idna=f"{READS}assert not found\n")
     assert loaded(preloaded("*tqdm", "idna"), tmp_path, "tqdm", "idna") == ["tqdm", "idna"]
+
+
+def test_memory_that_all_forks_would_share_is_left_to_the_workers(preloaded: Any, packages: Path) -> None:
+    """What rank 0 writes there, rank 1 would read."""
+    write(packages, tqdm="import mmap\nkept = mmap.mmap(-1, 4096)\n")
+    write(
+        packages,
+        idna="import mmap\nown = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE)\nmmap.mmap(-1, 4096).close()\n",
+    )
+    spawner = preloaded("idna", "tqdm")
+    assert spawner.log.refused() == ("tqdm", "maps /dev/zero (deleted) for all forks")
