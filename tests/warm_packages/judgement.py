@@ -81,8 +81,8 @@ class Judgement:
         self._graphs: list[dict[str, set[str]]] = []  # of each environment: module → what it imports
         self._unsuitable: set[str] = set()
 
-    def add(self, one: dict[str, Any], two: dict[str, Any]) -> None:
-        """Two observations of the same import, in two processes."""
+    def add(self, one: dict[str, Any], two: dict[str, Any], unproven: str = "") -> None:
+        """Two observations of the same import, in two processes; `unproven`: why they do not suffice."""
         graph: dict[str, set[str]] = {}
         self._graphs.append(graph)
         for seen in (one, two):
@@ -111,6 +111,8 @@ class Judgement:
             graph.setdefault(name, set())
             module.effects[f"cannot be imported: {why}"] = None
         main = self._module(two["asked"][0])
+        if unproven:
+            main.effects[unproven] = None
         for variable, value in two["whole"]["environment"].items():
             if one["whole"]["environment"].get(variable) != value:
                 main.effects[f"sets {variable[2:-1]} to a random value"] = None
@@ -123,8 +125,10 @@ class Judgement:
         reads = set(facts["reads"])
         if ALL in reads:
             reads -= {ALL, *_OF_THE_OBSERVER}
-            top = name.partition(".")[0]
-            reads |= set(GOES_THROUGH_ALL.get(module.row, GOES_THROUGH_ALL.get(top, [ALL])))
+            looked_for = GOES_THROUGH_ALL.get(module.row, GOES_THROUGH_ALL.get(name.partition(".")[0]))
+            if looked_for is None:
+                module.effects["reads all variables, RANK among them"] = None
+            reads |= set(looked_for or ())
         later = {word for word in facts["c reads"] if not word.startswith(_READ_LATER)}
         for variable in sorted(reads | later):
             if _OF_A_WORKER.fullmatch(variable):
