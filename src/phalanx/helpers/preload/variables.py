@@ -20,6 +20,10 @@ _ONLY_AST = 0x400  # ast.PyCF_ONLY_AST, without the module
 _SETTERS = ("setdefault", "update", "pop", "popitem", "clear", "__setitem__", "__delitem__")
 _OF_OS = ("environ", "environb", "putenv", "unsetenv")
 _LIMIT = 1 << 20  # bytes of a file
+# Expressions, parts of statements and calls that read os.environ and keep no reference to it.
+_READERS = ("Attribute", "Subscript", "Compare", "BinOp", "UnaryOp", "Starred", "FormattedValue", "Expr")
+_READ_OR_SET = ("test", "iter", "target", "targets")
+_COPIERS = ("dict", "list", "set", "tuple", "sorted", "len", "str", "repr", "print", "pprint")
 
 
 def parse(text: bytes | str, path: str = "program") -> Any:
@@ -124,6 +128,8 @@ def nodes_of(tree: Any, called: bool = False) -> Iterator[Any]:
 def _set_by_node(node: Any) -> set[str] | None:
     """The variables that this statement or call sets; None if their names are computed."""
     kind = type(node).__name__
+    if _hands_on(node, kind):
+        return None  # under another name, anything may be done with it
     if kind in ("Assign", "AnnAssign", "AugAssign", "Delete", "For", "NamedExpr"):
         targets = node.targets if kind in ("Assign", "Delete") else [node.target]
         found: set[str] | None = set()
@@ -132,8 +138,6 @@ def _set_by_node(node: Any) -> set[str] | None:
                 found = _and(found, _texts_of([target.slice]))
             elif _is_environ(target):  # os.environ |= ...
                 found = _and(found, _texts_of([node.value]))
-        if kind == "Assign" and (_is_environ(node.value) or _is_setter(node.value)):
-            return None  # under another name, anything may be done with it
         return found
     if kind == "ImportFrom":
         renamed = any(alias.asname and alias.name in _OF_OS for alias in node.names)
@@ -149,6 +153,25 @@ def _set_by_node(node: Any) -> set[str] | None:
     if name in ("putenv", "unsetenv", "setenv"):
         return _texts_of(node.args[:1])
     return None if "dotenv" in name else set()
+
+
+def _hands_on(node: Any, kind: str) -> bool:
+    """Whether something else gets os.environ itself, or a function that sets it."""
+    if kind in _READERS:
+        return False
+    if kind == "Constant":  # getattr(os, "environ"), patch.dict("os.environ")
+        return node.value in ("environ", "environb", "os.environ")
+    if kind == "Call":
+        copies = getattr(node.func, "id", "") in _COPIERS or getattr(node.func, "attr", "") == "update"
+        parts = [] if copies else node.args
+    elif kind == "Dict":
+        parts = [value for key, value in zip(node.keys, node.values, strict=True) if key is not None]
+    elif kind == "keyword":
+        parts = [] if node.arg in (None, "env") else [node.value]
+    else:
+        fields = [getattr(node, field, None) for field in node._fields if field not in _READ_OR_SET]
+        parts = [part for field in fields for part in (field if isinstance(field, list) else [field])]
+    return any(_is_environ(part) or _is_setter(part) for part in parts)
 
 
 def _is_setter(node: Any) -> bool:
