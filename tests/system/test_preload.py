@@ -353,3 +353,15 @@ def test_memory_that_all_forks_would_share_is_left_to_the_workers(preloaded: Any
     )
     spawner = preloaded("idna", "tqdm")
     assert spawner.log.refused() == ("tqdm", "maps /dev/zero (deleted) for all forks")
+
+
+def test_what_the_guards_find_counts_for_every_script(packages: Path, tmp_path: Path) -> None:
+    """And what only holds for one does not: it reads a variable which that one may set."""
+    write(packages, tqdm=THREAD, idna=READS)
+    text = "import os, sys\nfound = 'idna' in sys.modules\n{}\nimport idna, tqdm\nsys.exit(40 + found)\n"
+    env = environment(packages)
+    setting = script(tmp_path, text.format("os.environ['NEW_X'] = str(found)"))
+    other = script(tmp_path, text.format(""), "other.py")
+    said = [run(main, env=env) for main in (setting, setting, setting, other, other)]
+    assert [one.code for one in said] == [40, 40, 40, 41, 41]
+    assert [sum("is not preloaded" in line for line in one.said) for one in said] == [1, 1, 0, 0, 0]

@@ -131,6 +131,6 @@ def forget(program: Sequence[str] | None, environ: Mapping[str, str]) -> int:
 def _is_about(path: str, what: str) -> bool:
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            return file.read(1 << 16).split("\n")[1].partition("|")[0] == what
-    except (OSError, IndexError):
+            return file.readline(1 << 16).partition("|")[0] == what
+    except OSError:
         return False

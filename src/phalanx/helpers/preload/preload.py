@@ -182,10 +182,10 @@ class Preload:
         found = [guard() for guard in self._guards]  # all: each remembers what it saw
         why = next(filter(None, found), "")
         if why and self._package:
-            self._refuse(self._package, why)
+            self._refuse(self._package, why, for_all=True)
 
-    def _refuse(self, package: str, why: str) -> NoReturn:
-        self._log.refuse(package, why)
+    def _refuse(self, package: str, why: str, for_all: bool = False) -> NoReturn:
+        self._log.refuse(package, why, for_all)
         os._exit(SPOILED)
 
     def _is_installed(self, top: str) -> bool:
