@@ -48,7 +48,7 @@ _NEVER = (
     "LD_", "LC_", "LANG", "PYTHON", "_PYTHON_", "MALLOC_", "GLIBC_", "GCONV_", "LOCPATH", "NLSPATH", "PROOF_",
 )  # fmt: skip
 _OF_THE_OBSERVER = {"PATH", "HOME", "TMPDIR"}
-# Read by C code when a device or a connection is opened (helpers/preload/variables.py).
+# Read by C code when a device or a connection is opened (packages.py of the preload).
 _READ_LATER = (
     "CUDA_", "NCCL_", "NVIDIA_", "GLOO_", "UCX_", "HIP_", "ROCR_", "HSA_", "TORCH_NCCL_", "MASTER_",
 )  # fmt: skip
