@@ -24,6 +24,7 @@ from bench.measure import (
     settle,
     sides,
 )
+from bench.warm import OFF, flags, relative
 
 
 def bare(quick: bool) -> list[Row]:
@@ -60,10 +61,12 @@ def _bare(side: str, nproc: int) -> Figures:
 def torch(quick: bool) -> list[Row]:
     """The first launch ever of a script → first gloo all_reduce."""
     rows = []
-    for nproc, rounds, target in ((2, 1 if quick else 7, None), (8, 1 if quick else 5, Target(1 / 4))):
-        samples = interleave(lambda side, nproc=nproc: reduce_once(side, nproc), rounds)  # type: ignore[misc]
+    for nproc, rounds in ((2, 1 if quick else 7), (8, 1 if quick else 5)):
+        names = (*sides(), OFF) if nproc == 2 else sides()
+        samples = interleave(lambda side, nproc=nproc: reduce_once(side, nproc), rounds, names=names)  # type: ignore[misc]
         what = f"launch → first gloo all_reduce, torch, N={nproc}, fresh home"
-        rows.append(compare("launch-torch", what, "s", target, samples, "first"))
+        row = compare("launch-torch", what, "s", Target(1 / 4), samples, "first")
+        rows.append(relative(row, samples, "first") if OFF in names else row)
     return rows
 
 
@@ -71,7 +74,7 @@ def reduce_once(side: str, nproc: int) -> Figures:
     """One launch of the torch worker, by a launcher that knows nothing of it."""
     with (
         TemporaryDirectory() as home,
-        Launch(side, "reduce.py", nproc=nproc, env={"XDG_CACHE_HOME": home}) as launch,
+        Launch(side, "reduce.py", nproc=nproc, flags=flags(side), env={"XDG_CACHE_HOME": home}) as launch,
     ):
         reduced = launch.expect("reduced")
         launch.ended()

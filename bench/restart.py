@@ -114,7 +114,7 @@ def torch(quick: bool) -> list[Row]:
     rows = []
     for side in sides():
         try:
-            reduce_once(side, 2)  # to its end: a launcher may learn the imports for the launches below
+            reduce_once(side, 2)  # byte code and page cache
         except FailedRun:
             pass  # the rows show it
     for nproc, target, rounds in ((2, 1 / 8, 1 if quick else 7), (8, 1 / 10, 1 if quick else 5)):

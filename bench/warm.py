@@ -6,7 +6,6 @@ Every row has `--warm off` beside torchrun, and most targets are relative to it:
 from __future__ import annotations
 
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -40,7 +39,8 @@ _THREADS = (
 _OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 
-def _flags(side: str) -> tuple[str, ...]:
+def flags(side: str) -> tuple[str, ...]:
+    """The options of a side."""
     return ("--warm", "off") if side == OFF else ()
 
 
@@ -48,41 +48,11 @@ def _env(side: str, cache: str) -> dict[str, str]:
     return {"XDG_CACHE_HOME": cache, **(_OWN_STORE if side == THEIRS else {})}
 
 
-def _relative(row: Row, samples: dict[str, Samples], figure: str, limit: float = _ALLOWED) -> Row:
+def relative(row: Row, samples: dict[str, Samples], figure: str) -> Row:
     """Make the target relative to --warm off."""
     values = samples[OFF].of(figure)
-    row.target = Target(limit * statistics.median(values), "value") if values else None
+    row.target = Target(_ALLOWED * statistics.median(values), "value") if values else None
     return row
-
-
-# -- restarts -----------------------------------------------------------------------------------------------
-
-
-def kills(quick: bool) -> list[Row]:
-    """SIGKILL shortly after the first start with an empty cache → the first all_reduce again."""
-    rows = []
-    for after in _KILLS:
-        samples = interleave(
-            lambda side, after=after: _killed(side, after),  # type: ignore[misc]
-            1 if quick else 5,
-            names=(*sides(), OFF),
-            warm=False,
-        )
-        what = f"SIGKILL {after:g} s after the first all_reduce, empty cache → again, N=2"
-        rows.append(_relative(compare("early-kill", what, "s", None, samples, "again"), samples, "again"))
-    return rows
-
-
-def _killed(side: str, after: float) -> Figures:
-    with tempfile.TemporaryDirectory() as cache:
-        flags, env = _flags(side), _env(side, cache)
-        with Launch(side, "reduce.py", "wait", nproc=2, restarts=1, flags=flags, env=env) as launch:
-            first = launch.expect("reduced")
-            time.sleep(after)
-            at = time.monotonic()
-            os.kill(first[1].pid, 9)
-            again = launch.expect("reduced", attempt=1)
-            return {"again": max(event.at for event in again.values()) - at}
 
 
 # -- launches -----------------------------------------------------------------------------------------------
@@ -102,6 +72,8 @@ import os, time
 at = time.monotonic()
 line = f"imported {os.environ['RANK']} {os.environ['TORCHELASTIC_RESTART_COUNT']} {os.getpid()} {at!r}\\n"
 os.write(os.open(os.environ["BENCH_EVENTS"], os.O_WRONLY), line.encode())
+if os.environ.get("BENCH_WAIT"):
+    time.sleep(3600)
 """
 
 
@@ -121,24 +93,35 @@ def _program(imports: str) -> Iterator[tuple[str, str]]:
         yield script, folder
 
 
-def launches(quick: bool) -> list[Row]:
-    """The first four launches of a script in a fresh home: until all of its workers have imported."""
-    rows = []
+def _installed(key: str) -> Iterator[tuple[str, str, str] | Row]:
+    """Each program: its name, script and packages; a row without figures where its package is missing."""
     for what, imports in PROGRAMS.items():
         module = (imports.split() or ["", "sys"])[1].partition(".")[0]
         if find_spec(module) is None:
+            yield Row(key, f"{what}: not installed", "s", None)
             continue
         with _program(imports) as (script, folder):
-            found = interleave(
-                lambda side, at=(script, folder): _four(side, *at),  # type: ignore[misc]
-                1 if quick else 5,
-                names=(*sides(), OFF),
-                warm=False,
-            )
+            yield what, script, folder
+
+
+def launches(quick: bool) -> list[Row]:
+    """The first four launches of a script in a fresh home: until all of its workers have imported."""
+    rows = []
+    for program in _installed("launches"):
+        if isinstance(program, Row):
+            rows.append(program)
+            continue
+        what, *at = program
+        found = interleave(
+            lambda side, at=at: _four(side, *at),  # type: ignore[misc]
+            1 if quick else 5,
+            names=(*sides(), OFF),
+            warm=False,
+        )
         for number in range(4):
             figure = f"launch {number + 1}"
             row = compare("launches", f"{figure} → {what} imported, N=2", "s", None, found, figure)
-            rows.append(_relative(row, found, figure, 1.05))
+            rows.append(relative(row, found, figure))
     return rows
 
 
@@ -147,49 +130,67 @@ def _four(side: str, script: str, folder: str) -> Figures:
     with tempfile.TemporaryDirectory() as cache:
         env = {**_env(side, cache), "PYTHONPATH": folder}
         for number in range(4):
-            with Launch(side, script, nproc=2, flags=_flags(side), env=env) as launch:
+            with Launch(side, script, nproc=2, flags=flags(side), env=env) as launch:
                 imported = launch.expect("imported")
                 figures[f"launch {number + 1}"] = max(one.at for one in imported.values()) - launch.begin
                 launch.ended()
     return figures
 
 
-def _learned(side: str, script: str, *args: str, cache: str) -> None:
-    """One launch, to its end."""
-    with Launch(side, script, *args, nproc=1, flags=_flags(side), env=_env(side, cache)) as launch:
-        launch.expect("imported")
-        launch.ended()
+def kills(quick: bool) -> list[Row]:
+    """SIGKILL shortly after the first start with an empty cache → all workers have imported again."""
+    rows = []
+    for program in _installed("early-kill"):
+        if isinstance(program, Row):
+            rows.append(program)
+            continue
+        what, *at = program
+        for after in _KILLS:
+            samples = interleave(
+                lambda side, at=at, after=after: _killed(side, *at, after),  # type: ignore[misc]
+                1 if quick else 5,
+                names=(*sides(), OFF),
+                warm=False,
+            )
+            text = f"SIGKILL {after:g} s after {what} is imported, empty cache → again, N=2"
+            row = compare("early-kill", text, "s", None, samples, "again")
+            rows.append(relative(row, samples, "again"))
+    return rows
+
+
+def _killed(side: str, script: str, folder: str, after: float) -> Figures:
+    with tempfile.TemporaryDirectory() as cache:
+        env = {**_env(side, cache), "PYTHONPATH": folder, "BENCH_WAIT": "yes"}
+        with Launch(side, script, nproc=2, restarts=1, flags=flags(side), env=env) as launch:
+            first = launch.expect("imported")
+            time.sleep(after)
+            at = time.monotonic()
+            os.kill(first[1].pid, 9)
+            again = launch.expect("imported", attempt=1)
+            return {"again": max(event.at for event in again.values()) - at}
 
 
 def first_lines(quick: bool) -> list[Row]:
-    """A script that shows something before its heavy imports, with a learned list."""
-    caches = {side: tempfile.mkdtemp() for side in (*sides(), OFF)}
-    try:
-        for side, cache in caches.items():
-            _learned(side, "heavy.py", cache=cache)
+    """A script that shows something before its heavy imports, in a fresh home."""
 
-        def line(side: str) -> Figures:
-            env, flags = _env(side, caches[side]), _flags(side)
-            with Launch(side, "heavy.py", nproc=1, flags=flags, env=env) as launch:
-                return {"line": launch.expect("up")[0].at - launch.begin}
+    def line(side: str) -> Figures:
+        with (
+            tempfile.TemporaryDirectory() as cache,
+            Launch(side, "heavy.py", nproc=1, flags=flags(side), env=_env(side, cache)) as launch,
+        ):
+            return {"line": launch.expect("up")[0].at - launch.begin}
 
-        def usage(side: str) -> Figures:
-            env, flags = _env(side, caches[side]), _flags(side)
-            with Launch(side, "heavy.py", "--help", nproc=1, flags=flags, env=env) as launch:
+    def usage(side: str) -> Figures:
+        with tempfile.TemporaryDirectory() as cache:
+            env = _env(side, cache)
+            with Launch(side, "heavy.py", "--help", nproc=1, flags=flags(side), env=env) as launch:
                 return {"help": launch.ended() - launch.begin}
 
-        rounds = 2 if quick else 9
-        lines = interleave(line, rounds, names=tuple(caches))
-        helps = interleave(usage, rounds, names=tuple(caches))
-    finally:
-        for cache in caches.values():
-            shutil.rmtree(cache, ignore_errors=True)
-    row = compare(
-        "help", "`script --help`, heavy imports learned → launcher's exit", "s", None, helps, "help"
-    )
+    rounds, names = 2 if quick else 9, (*sides(), OFF)
+    lines, helps = (interleave(once, rounds, names=names) for once in (line, usage))
+    what = "launch → first line, before heavy imports, N=1"
+    row = compare("help", "`script --help` before heavy imports → launcher's exit", "s", None, helps, "help")
     return [
-        compare(
-            "first-line", "launch → first line, heavy imports learned, N=1", "s", Target(1 / 8), lines, "line"
-        ),
-        _relative(row, helps, "help"),
+        compare("first-line", what, "s", Target(1 / 8), lines, "line"),
+        relative(row, helps, "help"),
     ]

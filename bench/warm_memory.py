@@ -60,7 +60,6 @@ def main() -> None:
         os.environ["XDG_CACHE_HOME"] = folder
         script = Path(folder) / "worker.py"
         script.write_text(SCRIPT)
-        measure("auto", script)  # the first launch learns the imports
         for mode in ("off", "auto"):
             workers, rest = measure(mode, script)
             print(f"--warm {mode}: {WORKERS} torch workers {workers:.0f} MB, agent and helpers {rest:.0f} MB")

@@ -22,7 +22,7 @@ import time
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-SETTLE = 25.0  # seconds of training before the kill: the helpers look at the imports 2 and 10 s after a start
+SETTLE = 25.0  # seconds of training before the kill: helpers in the background are ready by then
 MODES = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone"],
     "off": [sys.executable, "-m", "phalanx", "run", "--warm", "off"],

@@ -106,9 +106,12 @@ def test_a_planted_link_is_not_written_through(tmp_path: Path) -> None:
 
 def test_a_broken_list_is_ignored(tmp_path: Path) -> None:
     path = Path(saved(tmp_path).path or "")
-    lines = path.read_text().split("\n")
-    path.write_text("\n".join([*lines[:2], "=one two three /path", *lines[2:]]))
-    assert names(tmp_path) == []
+    whole = path.read_bytes()
+    for broken in (b"", whole[:-3], whole[:3], whole.partition(b"\n")[0] + b"\nodd", b"other" + whole):
+        path.write_bytes(broken)
+        assert names(tmp_path) == []
+    path.write_bytes(whole)
+    assert names(tmp_path) == LINES
 
 
 @pytest.mark.parametrize("word", ["+", "?"])

@@ -288,3 +288,80 @@ def test_a_script_that_edits_the_search_path_is_preloaded_once_it_was_seen(
     other = script(tmp_path, text + "\n", "other.py")
     (tmp_path / "fork" / "tqdm.py").write_text("MINE = 1\n")
     assert [run(other, env=env, cwd=tmp_path).code for _ in range(2)] == [44, 46]
+
+
+READS = "import os\nfound = os.environ.get('NEW_X')\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "early", "refused"),
+    [
+        ("import tqdm\nos.environ['NEW_X'] = f()\nimport idna\n", ["tqdm", "idna"], None),
+        ("os.environ['NEW_X'] = f()\nimport tqdm, idna\n", [], "reads NEW_X"),
+        ("import idna\nos.environ[f()] = '1'\nimport six\n", ["idna", "six"], None),
+        ("os.environ[f()] = '1'\nimport markupsafe\n", [], "reads NEW_X"),
+        ("print()\nos.environ['NEW_X'] = f()\nimport tqdm\n", [], "reads NEW_X"),
+        ("print()\nos.environ[f()] = '1'\nimport markupsafe\n", [], "reads NEW_X"),
+        ("print()\nos.environ['NEW_X'] = '1'\nimport tqdm\n", [], "reads NEW_X"),
+        ("os.environ['NEW_X'] = '1'\nprint()\nimport tqdm\n", ["tqdm"], None),
+        ("os.environ['NEW_X'] = '1'\nprint()\nos.environ['NEW_X'] = '2'\nimport tqdm\n", [], "reads NEW_X"),
+        ("print()\nos.environ['TQDM_X'] = '1'\nimport tqdm, idna\n", ["idna"], None),
+    ],
+)
+def test_a_variable_counts_from_the_line_on_that_may_set_it(
+    text: str, early: list[str], refused: str | None, preloaded: Any, packages: Path, tmp_path: Path
+) -> None:
+    """At the first start and at a restart; here a newer version reads more than the list knows of."""
+    write(packages, tqdm=READS, markupsafe=READS, idna="", six="")
+    names = ("tqdm", "idna", "six", "markupsafe")
+    learned = ImportCache(["script", script(tmp_path, text)], os.environ)
+    learned.add([name for name in names if name in text])  # as a worker does
+    spawner = preloaded(*learned.all_lines())
+    assert loaded(spawner, tmp_path, *names) == early
+    if refused is not None:
+        assert spawner.log.refused()[1] == f"{refused} while it is imported"
+
+
+def test_variables_of_what_the_user_names_are_not_looked_at(
+    preloaded: Any, packages: Path, tmp_path: Path
+) -> None:
+    write(packages, idna=READS)
+    (packages / "tqdm").mkdir()
+    (packages / "tqdm" / "__init__.py").write_text(READS)
+    (packages / "tqdm" / "part.py").write_text(READS)
+    spawner = preloaded("*tqdm", "~NEW_X", "tqdm:part", "tqdm.part")
+    assert loaded(spawner, tmp_path, "tqdm", "tqdm.part") == ["tqdm", "tqdm.part"]
+    assert preloaded("*tqdm", "~NEW_X", "idna").log.refused()[1] == "reads NEW_X while it is imported"
+    write(packages, idna="import os\nfound = os.environ.get('RANK')\n")
+    assert preloaded("*idna").log.refused()[1] == "reads RANK while it is imported"
+
+
+def test_an_import_does_not_see_the_variables_of_what_the_script_imports_later(
+    preloaded: Any, packages: Path, tmp_path: Path
+) -> None:
+    """What the user names is imported first."""
+    write(packages, tqdm="import os\nos.environ['NEW_X'] = '1'\n", idna=f"{READS}assert not found\n")
+    assert loaded(preloaded("*tqdm", "idna"), tmp_path, "tqdm", "idna") == ["tqdm", "idna"]
+
+
+def test_memory_that_all_forks_would_share_is_left_to_the_workers(preloaded: Any, packages: Path) -> None:
+    """What rank 0 writes there, rank 1 would read."""
+    write(packages, tqdm="import mmap\nkept = mmap.mmap(-1, 4096)\n")
+    write(
+        packages,
+        idna="import mmap\nown = mmap.mmap(-1, 4096, flags=mmap.MAP_PRIVATE)\nmmap.mmap(-1, 4096).close()\n",
+    )
+    spawner = preloaded("idna", "tqdm")
+    assert spawner.log.refused() == ("tqdm", "maps /dev/zero (deleted) for all forks")
+
+
+def test_what_the_guards_find_counts_for_every_script(packages: Path, tmp_path: Path) -> None:
+    """And what only holds for one does not: it reads a variable which that one may set."""
+    write(packages, tqdm=THREAD, idna=READS)
+    text = "import os, sys\nfound = 'idna' in sys.modules\n{}\nimport idna, tqdm\nsys.exit(40 + found)\n"
+    env = environment(packages)
+    setting = script(tmp_path, text.format("os.environ['NEW_X'] = str(found)"))
+    other = script(tmp_path, text.format(""), "other.py")
+    said = [run(main, env=env) for main in (setting, setting, setting, other, other)]
+    assert [one.code for one in said] == [40, 40, 40, 41, 41]
+    assert [sum("is not preloaded" in line for line in one.said) for one in said] == [1, 1, 0, 0, 0]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from phalanx.agent.warm.import_cache import ImportCache
-from phalanx.helpers.preload.packages import PACKAGES
+from phalanx.helpers.preload.packages import LEFT_OUT, PACKAGES
 from tests.conftest import HUNG
 
 
@@ -26,17 +26,27 @@ def warm(*words: str, code: int = 0) -> str:
 def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     packages = tmp_path / "site-packages"
     packages.mkdir()
-    for name in ("tqdm", "idna", "huggingface_hub", "unproven"):
+    versions = {
+        "tqdm": "99.0",
+        "idna": "0.1",
+        "huggingface_hub": "99.0",
+        "unproven": "99.0",
+        "pyarrow": "99.0",
+    }
+    for name, version in {**versions, "six": f"{PACKAGES['six'][0]}+local"}.items():
         (packages / f"{name}.py").write_text("")
-        (packages / f"{name}-99.0.dist-info").mkdir()
-        (packages / f"{name}-99.0.dist-info" / "METADATA").write_text(f"Name: {name}\nVersion: 99.0\n")
-        (packages / f"{name}-99.0.dist-info" / "RECORD").write_text(f"{name}.py,,\n")
+        (packages / f"{name}-{version}.dist-info").mkdir()
+        (packages / f"{name}-{version}.dist-info" / "METADATA").write_text(
+            f"Name: {name}\nVersion: {version}\n"
+        )
+        (packages / f"{name}-{version}.dist-info" / "RECORD").write_text(f"{name}.py,,\n")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PYTHONPATH", str(packages))
     monkeypatch.syspath_prepend(str(packages))
     path = tmp_path / "train.py"
     path.write_text(
-        "import os, tqdm, unproven\nos.environ['A'] = '1'\nif __debug__: os.environ['HF_HOME'] = '1'\n"
+        "import os, tqdm, unproven, pyarrow, six\nos.environ['A'] = '1'\n"
+        "if __debug__: os.environ['HF_HOME'] = '1'\n"
         "import huggingface_hub\n"
     )
     return path
@@ -53,22 +63,30 @@ def test_explain_says_why_a_package_is_preloaded_or_not(script: Path) -> None:
     learn(script)
     said = warm("--explain", str(script))
     lines = {line.split()[0]: line for line in said.splitlines() if line.startswith("  ")}
-    assert set(lines) == {"tqdm", "unproven", "huggingface_hub", "idna"}  # not those of the standard library
+    names = {"tqdm", "unproven", "pyarrow", "six", "huggingface_hub", "idna"}
+    assert set(lines) == names  # not those of the standard library
     proven = PACKAGES["tqdm"][0]
     assert lines["tqdm"].split(None, 1)[1] == f"preloaded (99.0; proven with {proven})"
     assert "left to the workers: not on the list of proven packages; each takes 0." in lines["unproven"]
     assert " s to import it, unless --preload unproven" in lines["unproven"]
+    assert lines["pyarrow"].endswith(f"left to the workers: {LEFT_OUT['pyarrow']}"), (
+        "--preload would not help"
+    )
+    assert lines["six"].split() == ["six", "preloaded"]
     assert "reads HF_HOME while it is imported, which your code may set" in lines["huggingface_hub"]
-    assert "preloaded for restarts: the script imports it later" in lines["idna"]
+    assert lines["huggingface_hub"].endswith("(if that does not matter: --preload huggingface_hub)")
+    older = f" (0.1; proven with {PACKAGES['idna'][0]})"
+    assert f"preloaded for restarts: the script imports it later{older}" in lines["idna"]
     assert "set by the script to a constant, and by the preload too: A" in said
-    assert said.startswith(f"{script}: 2 of 4 packages are preloaded\n")
+    assert said.startswith(f"{script}: 3 of 6 packages are preloaded\n")
 
 
 def test_explain_names_a_package_that_did_not_suit_a_fork_here(script: Path) -> None:
     cache = ImportCache(["script", str(script)], os.environ)
-    cache.refuse("tqdm", "leaves 1 thread running")
+    for name in ("tqdm", "unproven"):  # the user has named it
+        cache.refuse(name, "leaves 1 thread running")
     cache.save()
-    assert "left to the workers: leaves 1 thread running\n" in warm("--explain", str(script))
+    assert warm("--explain", str(script)).count("left to the workers: leaves 1 thread running\n") == 2
 
 
 def test_forget_removes_the_list_of_one_script_or_all(script: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 from phalanx.helpers.preload.packages import LEFT_OUT, PACKAGES
 from phalanx.helpers.preload.preload_list import is_read, reads_of
+from tests.warm_packages.__main__ import judge, launched
 from tests.warm_packages.four_starts import four_starts
 from tests.warm_packages.judgement import Judgement
 from tests.warm_packages.observation import observe
@@ -37,7 +38,7 @@ SAMPLE = {
     "psutil": "psutil",
 }
 # Launched four times.
-STARTED = ("numpy", "torch")
+STARTED = ("numpy", "torch", "transformers", "requests", "psutil", "networkx")
 
 
 def needs(module: str) -> None:
@@ -88,10 +89,7 @@ def test_a_row_is_well_formed(name: str) -> None:
 @pytest.mark.parametrize("name", STARTED)
 def test_a_script_sees_the_same_at_every_launch(name: str) -> None:
     needs(name)
-    result = four_starts(sys.executable, name, EXAMINED[name])
-    assert not result.missing
-    assert result.differences == []
-    assert result.early == (True, True), "else the test would show nothing"
+    assert four_starts(sys.executable, name, EXAMINED[name]).verdict() == "same"
 
 
 # ---- what the proof finds ------------------------------------------------------------------------
@@ -107,6 +105,7 @@ UNSUITABLE = {
     "import sys; sys.excepthook = lambda *error: None": "sets sys.excepthook",
     "import os; os.umask(0o22 ^ os.umask(0))": "changes the umask",
     "import os; rank = os.environ.get('RANK')": "reads RANK",
+    "import os; rank = dict(os.environ).get('RANK')": "reads all variables, RANK among them",
     "import ctypes; ctypes.CDLL(None).getenv(b'LOCAL_RANK')": "reads LOCAL_RANK",
     "import os; key = os.urandom(8)": "makes a random value",
     "import tempfile; folder = tempfile.mkdtemp()": "makes a random value",
@@ -147,6 +146,52 @@ def test_an_import_with_an_effect_is_left_out(text: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("text", SUITABLE)
 def test_values_that_a_worker_makes_again_are_named(text: str, tmp_path: Path) -> None:
     assert judged(tmp_path, text).rows["odd"][2] == SUITABLE[text]
+
+
+IN_HELPERS = "open('/proc/self/comm').read() == 'worker-zygote\\n'"
+LAUNCHED = {
+    "here = True": "same",
+    f"import mmap\nif {IN_HELPERS}: kept = mmap.mmap(-1, 4096)": "was not preloaded when it was launched",
+    f"here = not {IN_HELPERS}": "a launch differs: launch 1: odd.here",
+    f"if not {IN_HELPERS} and __import__('sys').argv[0][-9:] == 'script.py': raise ImportError": "",
+    "import os; rank = os.environ.get('RANK')": "",
+}
+
+
+@pytest.mark.untraced
+@pytest.mark.thorough
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("text", LAUNCHED)
+def test_a_package_is_proven_by_launches_with_a_list_that_has_it(text: str, tmp_path: Path) -> None:
+    """Those of a package that was not preloaded prove nothing."""
+    folder = tmp_path / "site-packages"
+    (folder / "odd-1.0.dist-info").mkdir(parents=True)
+    (folder / "odd-1.0.dist-info" / "METADATA").write_text("Name: odd\nVersion: 1.0\n")
+    (folder / "odd-1.0.dist-info" / "RECORD").write_text("odd.py,,\n")
+    (folder / "odd.py").write_text(text)
+    found: dict[str, Any] = {"package": "odd", "modules": ["odd"], "starts": "", "failed": ""}
+    found["observed"] = observe(sys.executable, ["odd"], path=folder)
+    found["starts"] = launched(sys.executable, found, folder)
+    assert found["starts"].startswith(LAUNCHED[text])
+    assert bool(found["starts"]) == bool(LAUNCHED[text])
+    judgement = judge({"odd": found})
+    assert ("odd" in judgement.rows) == ("odd" not in judgement.left_out) == (LAUNCHED[text] == "same")
+    if found["starts"] not in ("", "same"):
+        assert judgement.left_out["odd"] == f"not proven: {found['starts']}"
+
+
+@pytest.mark.untraced
+def test_what_imports_an_unproven_package_is_left_out_as_well(tmp_path: Path) -> None:
+    (tmp_path / "odd.py").write_text("")
+    (tmp_path / "user.py").write_text("import odd")
+    rows = {name: observe(sys.executable, [name], path=tmp_path) for name in ("odd", "user")}
+    found = {
+        name: {"modules": [name], "observed": seen, "starts": "same", "failed": ""}
+        for name, seen in rows.items()
+    }
+    assert judge(found).left_out == {}
+    found["odd"]["starts"], found["odd"]["failed"] = "", "first: exit code 1"
+    assert judge(found).left_out == {"odd": "not proven: first: exit code 1", "user": "imports odd"}
 
 
 @pytest.mark.untraced

@@ -185,6 +185,46 @@ def test_a_package_that_edits_the_search_path_for_one_import_is_preloaded(site: 
     site.assert_preloaded("odd", "plain")
 
 
+SET, GET = "os.environ['SET_X'] = '1'", "found = os.environ.get('SET_X')"
+
+
+@pytest.mark.parametrize(
+    ("odd", "plain", "shown", "early"),
+    [
+        (SET, GET, "plain.found", ["odd", "plain"]),
+        (f"{SET}; del os.environ['SET_X']", GET, "[plain.found, 'SET_X' in os.environ]", ["odd", "plain"]),
+        (f"{SET}; raise ImportError", GET, "plain.found", ["plain"]),
+        ("", "found = dict(os.environ).get('LOCAL_RANK')", "plain.found", ["odd"]),
+        ("", "found = {**os.environ}.get('RANK')", "plain.found", ["odd"]),
+        ("", "found = sum(name == 'RANK' for name in os.environ)", "plain.found", ["odd"]),
+        ("", "found = '0' in os.environ.values()", "plain.found", ["odd"]),
+        # It is known for which ones tqdm looks.
+        ("found = [n for n, _ in os.environ.items() if n[:4] == 'TQDM']", "", "odd.found", ["odd", "plain"]),
+        (
+            "import ctypes.util",
+            "from tqdm import ctypes; ctypes.util.find_library('c')",
+            "1",
+            ["odd", "plain"],
+        ),
+        ("os.environ['LATE'] = 'odd'", "", "os.environ['LATE']", ["plain"]),
+        ("os.environ['EARLY'] = 'odd'", "", "os.environ['EARLY']", ["plain"]),
+    ],
+)
+def test_what_an_import_finds_and_sets_in_the_environment(
+    odd: str, plain: str, shown: str, early: list[str], site: Site
+) -> None:
+    site.package("odd", f"import os\n{odd}\n")
+    site.package("plain", f"import os\n{plain}\n")
+    before = "os.environ['EARLY'] = 'script'\nos.environ['LATE'] = ' '.join(['script'])\n"
+    text = shows(shown, before).replace('os.environ["EARLY"]', repr(str(site.folder / "early")))
+    if "raise" in odd:
+        text = text.replace("import tqdm as odd\n", "try: import tqdm as odd\nexcept ImportError: pass\n")
+    site.script.write_text(text)
+    cold = site.run("--warm", "off")
+    assert [site.run() for _ in range(3)] == [cold] * 3
+    assert json.loads((site.folder / "early").read_text()) == early
+
+
 def test_a_package_that_keeps_a_stream_keeps_the_workers_own(site: Site) -> None:
     site.package("odd", "import logging\nfrom sys import stdout\nhandler = logging.StreamHandler()\n")
     site.script.write_text(

@@ -11,7 +11,6 @@ from phalanx.helpers.preload.preload_list import (
     is_read,
     left_out,
     names_in,
-    newer_than_proven,
     package_of,
 )
 from phalanx.helpers.preload.renewal import Renewal
@@ -66,14 +65,6 @@ def test_a_package_that_reads_what_the_script_may_set_is_left_to_the_workers() -
 )
 def test_variables_are_named_or_begin_alike(variable: str, words: str, found: bool) -> None:
     assert is_read(variable, words.split()) == found
-
-
-def test_a_version_is_compared_with_the_proven_one() -> None:
-    proven = PACKAGES["torch"][0]
-    assert not newer_than_proven("torch", proven)
-    assert not newer_than_proven("torch", f"{proven}+cpu")
-    assert newer_than_proven("torch", "99.1.0rc1")
-    assert not newer_than_proven("torch", "1.13")
 
 
 def test_the_modules_of_a_list() -> None:

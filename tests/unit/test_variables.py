@@ -6,7 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from phalanx.helpers.preload.variables import constant_set_by, names_set_by, parse, variables_set_in
+from phalanx.helpers.preload.variables import (
+    constant_set_by,
+    constants_in,
+    names_set_by,
+    parse,
+    variables_set_in,
+)
 
 
 @pytest.mark.parametrize(
@@ -14,6 +20,7 @@ from phalanx.helpers.preload.variables import constant_set_by, names_set_by, par
     [
         ("os.environ['A'] = '1'", set()),  # repeated by the preload
         ("os.environ.setdefault('A', '1')", set()),
+        ("os.environ['A'] = '2'", {"A"}),  # after the block that the preload repeats
         ("os.environ['A'] = value()", {"A"}),
         ("if fast:\n    os.environ['A'] = '1'", {"A"}),
         ("def f():\n    environ['A'] = '1'", {"A"}),
@@ -30,6 +37,28 @@ from phalanx.helpers.preload.variables import constant_set_by, names_set_by, par
         ("from os import environ as env\nenv['AA'] = '1'", None),
         ("set_variable = os.environ.__setitem__\nset_variable('AA', '1')", None),
         ("os.environ.update(values)", None),
+        ("f(os.environ)", None),
+        ("f(env=os.environ)", set()),
+        ("f(into=os.environ)", None),
+        ("f(settings={'env': os.environ})", None),
+        ("f(dict(os.environ), len(os.environ), *os.environ, **os.environ)", set()),
+        ("with patch.dict(os.environ, {'A': '1'}): pass", None),
+        ("with patch.dict('os.environ', {'A': '1'}): pass", None),
+        ("e: dict = os.environ\ne['A'] = '1'", None),
+        ("(e := os.environ)['A'] = '1'", None),
+        ("e, f = os.environ, 1\ne['A'] = '1'", None),
+        ("e = os.environ or {}\ne['A'] = '1'", None),
+        ("def g(e=os.environ): e['A'] = '1'", None),
+        ("def g(*, e=os.environ): e['A'] = '1'", None),
+        ("def g(): return os.environ", None),
+        ("def g(): yield os.environ", None),
+        ("g = lambda: os.environ", None),
+        ("list(map(os.environ.pop, names))", None),
+        ("getattr(os, 'environ')['A'] = '1'", None),
+        ("vars(os)['environ']['A'] = '1'", None),
+        ("e = {**os.environ, 'A': '1'} if os.environ else os.environ | {'A': '1'}", set()),
+        ("for name in os.environ: print(name, 'A' in os.environ, f'{os.environ}')", set()),
+        ("e = [name for name in os.environ if os.environ[name]]", set()),
         ("load_dotenv()", None),
         ("def broken(:\n    os.environ['A'] = x", set()),  # it does not run either
     ],
@@ -38,13 +67,17 @@ def test_variables_that_a_script_may_set(text: str, names: set[str] | None, tmp_
     """None: any, because the names are computed."""
     script = tmp_path / "script.py"
     script.write_text(f"{text}\n")
-    assert variables_set_in([str(script)], str(script)) == names
+    assert variables_set_in([str(script)], {"+A=1", "?A=1"}) == names
 
 
 def test_a_constant_counts_in_a_module_that_the_script_imports(tmp_path: Path) -> None:
     module = tmp_path / "settings.py"
     module.write_text("import os\nos.environ['A'] = '1'\n")
-    assert variables_set_in([str(module)], str(tmp_path / "script.py")) == {"A"}
+    assert variables_set_in([str(module)]) == {"A"}
+
+
+def test_of_several_constants_the_last_is_repeated() -> None:
+    assert constants_in(["+A=1", "torch", "+A=2", "?B=1"]) == {"+A=2", "?B=1"}
 
 
 @pytest.mark.parametrize(

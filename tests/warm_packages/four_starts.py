@@ -15,10 +15,11 @@ import os
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+SOURCE = Path(__file__).parents[2] / "src"
 HUNG = 600.0  # seconds
 # The last value of a loop over a set of functions, which has another order in every process, and the name of
 # a semaphore that is gone.
@@ -40,9 +41,22 @@ class PackageResult:
         self.early = (False, False)  # in the first launch, and in the second
         self.differences: list[str] = []
 
+    def verdict(self) -> str:
+        """ "same", or why the launches do not prove it."""
+        if self.missing:
+            return f"cannot be imported in a launch: {self.missing}"
+        if self.differences:
+            return f"a launch differs: {'; '.join(self.differences)}"
+        return "same" if self.early == (True, True) else "was not preloaded when it was launched"
 
-def four_starts(python: str, name: str, modules: list[str]) -> PackageResult:
-    """Launch a script that imports these modules of a package in four ways, and compare."""
+
+def four_starts(
+    python: str, name: str, modules: list[str], search: Sequence[Path] = (SOURCE,)
+) -> PackageResult:
+    """Launch a script that imports these modules of a package in four ways, and compare.
+
+    `search`: the source of the launcher, and more directories with modules.
+    """
     result = PackageResult(name)
     with tempfile.TemporaryDirectory(prefix="warm-packages") as folder:
         script = Path(folder, "script.py")
@@ -50,7 +64,11 @@ def four_starts(python: str, name: str, modules: list[str]) -> PackageResult:
             SNAPSHOT.replace("import MODULE", f"import {', '.join(modules)}").replace("MODULE", modules[0])
         )
         env = {key: value for key, value in os.environ.items() if not key.startswith(("PYTEST", "COV"))}
-        env |= {"PYTHONPATH": str(ROOT / "src"), "XDG_CACHE_HOME": f"{folder}/cache", "PYTHONHASHSEED": "0"}
+        env |= {
+            "PYTHONPATH": os.pathsep.join(map(str, search)),
+            "XDG_CACHE_HOME": f"{folder}/cache",
+            "PYTHONHASHSEED": "0",
+        }
         env |= {"TMPDIR": folder, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
         def launch(kind: str, *words: str, **more: str) -> dict[str, Any]:

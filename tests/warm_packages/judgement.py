@@ -13,6 +13,8 @@ from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
+from phalanx.helpers.preload.packages import GOES_THROUGH_ALL
+
 Row = tuple[str, str, tuple[str, ...]]
 
 # Values that differ in every process, and of no consequence, or made again in a way of their own.
@@ -41,21 +43,12 @@ PROPCACHE_ PROTOCOL_BUFFERS_ PYDANTIC_ PYTORCH RAY_ REDIS_ RICH_ S3FS_ SAGEMAKER
 SM_ SPACY_ SQLALCHEMY_ SYMPY_ TF_ THINC_ TORCH TPU_ TQDM_ TRANSFORMERS_ TRITON_ WANDB_ XGB_ XLA_ YARL_ ZARR_
 """
 FAMILIES = tuple(_FAMILIES.split())
-# Packages that go through all variables: which ones they look for.
-GOES_THROUGH_ALL = {
-    "tqdm": ["TQDM_*"],
-    "fsspec": ["FSSPEC_*"],
-    "networkx": ["NETWORKX_*"],
-    "dask": ["DASK_*"],
-    "diffusers": ["COLAB_*"],
-    "numba": ["NUMBA_*"],
-}
 # Read by libc, the linker, or Python itself, before a script could set them; and what the observer sets.
 _NEVER = (
     "LD_", "LC_", "LANG", "PYTHON", "_PYTHON_", "MALLOC_", "GLIBC_", "GCONV_", "LOCPATH", "NLSPATH", "PROOF_",
 )  # fmt: skip
 _OF_THE_OBSERVER = {"PATH", "HOME", "TMPDIR"}
-# Read by C code when a device or a connection is opened (helpers/preload/variables.py).
+# Read by C code when a device or a connection is opened (packages.py of the preload).
 _READ_LATER = (
     "CUDA_", "NCCL_", "NVIDIA_", "GLOO_", "UCX_", "HIP_", "ROCR_", "HSA_", "TORCH_NCCL_", "MASTER_",
 )  # fmt: skip
@@ -88,8 +81,8 @@ class Judgement:
         self._graphs: list[dict[str, set[str]]] = []  # of each environment: module → what it imports
         self._unsuitable: set[str] = set()
 
-    def add(self, one: dict[str, Any], two: dict[str, Any]) -> None:
-        """Two observations of the same import, in two processes."""
+    def add(self, one: dict[str, Any], two: dict[str, Any], unproven: str = "") -> None:
+        """Two observations of the same import, in two processes; `unproven`: why they do not suffice."""
         graph: dict[str, set[str]] = {}
         self._graphs.append(graph)
         for seen in (one, two):
@@ -118,6 +111,8 @@ class Judgement:
             graph.setdefault(name, set())
             module.effects[f"cannot be imported: {why}"] = None
         main = self._module(two["asked"][0])
+        if unproven:
+            main.effects[unproven] = None
         for variable, value in two["whole"]["environment"].items():
             if one["whole"]["environment"].get(variable) != value:
                 main.effects[f"sets {variable[2:-1]} to a random value"] = None
@@ -130,8 +125,10 @@ class Judgement:
         reads = set(facts["reads"])
         if ALL in reads:
             reads -= {ALL, *_OF_THE_OBSERVER}
-            top = name.partition(".")[0]
-            reads |= set(GOES_THROUGH_ALL.get(module.row, GOES_THROUGH_ALL.get(top, [ALL])))
+            looked_for = GOES_THROUGH_ALL.get(module.row, GOES_THROUGH_ALL.get(name.partition(".")[0]))
+            if looked_for is None:
+                module.effects["reads all variables, RANK among them"] = None
+            reads |= set(looked_for or ())
         later = {word for word in facts["c reads"] if not word.startswith(_READ_LATER)}
         for variable in sorted(reads | later):
             if _OF_A_WORKER.fullmatch(variable):

@@ -26,13 +26,13 @@ sys.path[0:1] = [os.path.join(ROOT, "src"), ROOT]
 
 from phalanx import kernel
 from phalanx.helpers.preload import import_effects
+from phalanx.helpers.preload.guards import shared_maps
 from phalanx.helpers.preload.import_effects import ImportState
 from tests.warm_packages.script_reads import noting_reads, reads
 from tests.warm_packages.values import Clocks, ImportValues, generators_found
 
 del sys.path[0:2]
 
-_STDLIB = os.path.join(os.path.dirname(os.__file__), "")
 _DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/accel", "/dev/infiniband", "/dev/xpu")
 _SHARED = ("socket:", "pipe:", "anon_inode:", "/memfd:")
 _GRACE = 5.0  # seconds
@@ -209,12 +209,12 @@ class _Settings(ImportState):
                 if now != self._values[place]:
                     before.setdefault(place, self._values[place])
                     self._values[place] = now
-            why = f"reads {reads[0]} during its import" if reads else ""
+            why = f"{reads[0]} during its import" if reads else ""
             reads.clear()
             return why
         for place, value in self._pending.pop(name, {}).items():
             self._values[place] = value
-        why = f"reads {reads[0]} during its import" if reads else ""
+        why = f"{reads[0]} during its import" if reads else ""
         reads.clear()
         return why or self.changed()
 
@@ -227,7 +227,7 @@ class _Effects:
         self._threads, self._files, self._children = _count_threads(), _numbers(), set(kernel.children())
         self._first_threads = self._threads
         self._masks = _masks()
-        self._maps = _shared_maps()
+        self._maps = shared_maps()
 
     def settle(self) -> None:
         self._settings.changed()
@@ -250,9 +250,9 @@ class _Effects:
 
     def after_all(self) -> list[str]:
         found = []
-        new = _shared_maps() - self._maps
+        new = [name for one, name in shared_maps().items() if one not in self._maps]
         if new:
-            found.append(f"maps shared memory ({os.path.basename(sorted(new)[0])})")
+            found.append(f"maps shared memory ({os.path.basename(min(new))})")
         changed = [word for word, mask in _masks().items() if mask != self._masks[word]]
         if changed:
             found.append(f"changes signals in C code ({', '.join(changed)})")
@@ -309,11 +309,6 @@ def _masks() -> dict[str, int]:
         pairs = [line.split() for line in file if line.startswith(("SigBlk", "SigIgn", "SigCgt"))]
     # libc keeps two signals for itself, and handles them from the first thread on.
     return {words[0].strip(":"): int(words[1], 16) & ~(0b11 << 31) for words in pairs}
-
-
-def _shared_maps() -> set[str]:
-    with open("/proc/self/maps") as file:
-        return {line.split(None, 5)[-1].strip() for line in file if line.split()[1][3] == "s"}
 
 
 # ---- names and versions --------------------------------------------------------------------------

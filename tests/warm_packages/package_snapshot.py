@@ -1,5 +1,5 @@
 # ruff: noqa: E402, F401 - the import to observe comes first
-"""What a script can observe after it has imported MODULE: warm_packages.py fills in the name, and runs it.
+"""What a script can observe after it has imported MODULE: four_starts.py fills in the name, and runs it.
 
 The import stands at the top, so that a launch waits for its preload.
 """

@@ -46,5 +46,5 @@ class _Main(types.ModuleType):
         if name in _OF_THE_SCRIPT:
             reader = sys._getframe(1).f_code.co_filename
             if not reader.startswith("<frozen") and os.path.basename(reader) not in _ONLOOKERS:
-                reads.append(f"__main__.{name}")
+                reads.append(f"reads __main__.{name}")
         return types.ModuleType.__getattribute__(self, name)

@@ -8,7 +8,7 @@ import sys
 
 from phalanx.agent.warm.import_cache import ImportCache, cache_dir
 from phalanx.helpers.preload.packages import PACKAGES
-from phalanx.helpers.preload.preload_list import is_listed, newer_than_proven, package_of
+from phalanx.helpers.preload.preload_list import NOT_LISTED, is_listed, package_of
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def explain(program: Sequence[str], environ: Mapping[str, str]) -> str:
     for package, why in packages.items():
         when = "" if package in first else " for restarts: the script imports it later"
         what = f"left to the workers: {why}" if why else f"preloaded{when}{_about(package, versions)}"
-        if why and not is_listed(package):
+        if why == NOT_LISTED:
             seconds = _seconds_to_import(package)
             if seconds is not None:
                 what += f"; each takes {seconds:.2f} s to import it, unless --preload {package}"
@@ -70,10 +70,8 @@ def _is_standard(name: str) -> bool:
 
 
 def _about(package: str, versions: Mapping[str, str]) -> str:
-    version = versions.get(package, "")
-    if not version or not newer_than_proven(package, version):
-        return ""
-    return f" ({version}; proven with {PACKAGES[package][0]})"
+    version, proven = versions.get(package, "").partition("+")[0], PACKAGES.get(package, ("",))[0]
+    return f" ({version}; proven with {proven})" if version and proven not in ("", version) else ""
 
 
 def _versions() -> dict[str, str]:
@@ -131,6 +129,6 @@ def forget(program: Sequence[str] | None, environ: Mapping[str, str]) -> int:
 def _is_about(path: str, what: str) -> bool:
     try:
         with open(path, encoding="utf-8", errors="surrogateescape") as file:
-            return file.read(1 << 16).split("\n")[1].partition("|")[0] == what
-    except (OSError, IndexError):
+            return file.readline(1 << 16).partition("|")[0] == what
+    except OSError:
         return False

@@ -382,7 +382,7 @@ class HelperPool:
             self._told.add(package)
             self.say(f"{package} is not preloaded: {why}; workers import it")
         if self.learned is not None:
-            self.learned.refuse(package, why)
+            self.learned.refuse(package, why, log.for_all)
             self.learned.save()
         self._own = [name for name in self._own if package_of(name) != package]
         helpers.preload = []  # better ones are worth their while, and these are not worth keeping

@@ -4,16 +4,15 @@ The first start of a launch waits for what the script imports before it does any
 from its text (leading_imports.py). Helpers in the background, for restarts, also import what workers were
 seen to import later. Only modules of listed packages count (preload_list.py). A file per script keeps
 
-    =TIME SIZE PATH    a user's file that was read
-    >LINE VARIABLES    an entry of the block at the top of the script, and what may be set by then (*: all)
-    ;                  the script may put directories in front of the installed packages
-                       (an empty line)
-    -PACKAGE WHY       a package that did not suit a fork here
-    NAME               a module that a worker imported; =PATH a user's file; !NAME a file that hides a package
+    the user's files that were read, with their times and sizes: a block is read again when one was edited
+    the block at the top of the script, with what may be set by then, and whether the script may put
+    directories in front of the installed packages
+    packages that did not suit a fork for this script, and why
+    what a worker imported: NAME, =PATH of a user's file, !NAME that is hidden by a file
 
-The key contains the script, the interpreter and its flags, the packages that files beside the script hide,
-and the state of the package directories (what is there, and since when). A block is read again when one of
-its files was edited.
+The key, in its first line, contains the script, the interpreter and its flags, the packages that files beside
+the script hide, and the state of the package directories (what is there, and since when). The rest is written
+with marshal, as messages are. One more file for each such state keeps what the guards found, for all scripts.
 
 A stale or broken file is ignored. The list decides what the zygote imports, so a file that another user could
 have written is ignored too, and nothing is written to a directory that others can change (trusted_files.py).
@@ -21,6 +20,7 @@ have written is ignored too, and nothing is written to a directory that others c
 
 from __future__ import annotations
 
+import marshal
 import os
 import sys
 
@@ -28,16 +28,19 @@ from phalanx.agent.warm.leading_imports import LeadingImport, leading_imports
 from phalanx.helpers.preload.import_recorder import homes
 from phalanx.helpers.preload.packages import PACKAGES
 from phalanx.helpers.preload.preload_list import is_listed, left_out, names_in, package_of
-from phalanx.helpers.preload.variables import variables_set_in
+from phalanx.helpers.preload.variables import constants_in, lines_of, variables_set_in
 from phalanx.trusted_files import open_trusted, write_trusted
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
+    from typing import Any
+
+    from phalanx.helpers.messages import OwnFile
 
 _LIMIT = 1 << 20  # bytes; torch and transformers together need about 100 KB
 _MOST = 100  # lists
-_MARK = "phalanx modules 6"
+_FORMAT = "7"
 _MOST_OWN = 1000  # user files that are remembered
 
 
@@ -59,13 +62,17 @@ class ImportCache:
         """`program`: mode, target and interpreter flags; of a function, `module:name` and the main file."""
         self._program, self._environ = program, environ
         self._hidden, self._folders = _names_in(_first_path(program))
-        self.key = _key(program, self._hidden)
+        packages = _state_of_packages()
+        self.key, self._for_all = _key(program, self._hidden, packages), f"all scripts|{packages}"
         directory = cache_dir(environ)
-        self.path = os.path.join(directory, _name_of(self.key)) if directory else None
+        self.path, self._path_for_all = (
+            os.path.join(directory, _name_of(key)) if directory else None for key in (self.key, self._for_all)
+        )
+        self._unfit: dict[str, str] = {}  # package → why, for all scripts
         self.seen: list[str] = []  # lines of import_recorder.py
         self.refused: dict[str, str] = {}  # package → why
         self.block: list[LeadingImport] = []
-        self._files: list[_File] = []  # of the block
+        self._files: list[OwnFile] = []  # of the block
         self._edits_path = False
         self._was_seen = False  # with this block, by a worker
         if not self._load():
@@ -73,36 +80,26 @@ class ImportCache:
 
     def _load(self) -> bool:
         """Whether the block is known."""
-        if self.path is None:
+        self._read_unfit()
+        self.refused = dict(self._unfit)
+        kept = _read(self.path, self.key)
+        if kept is None:
             return False
-        try:
-            with open(open_trusted(self.path), encoding="utf-8", errors="surrogateescape") as file:
-                lines = file.read(_LIMIT).split("\n")
-        except (OSError, ValueError):
+        files, block, edits_path, refused, self.seen = kept
+        self.refused |= refused
+        if any(_state(file[0]) != file for file in files):
             return False
-        if lines[:2] != [_MARK, self.key] or lines[-2:] != [".", ""] or "" not in lines[:-1]:
-            return False  # another version, another key with the same file name, or truncated
-        middle = lines.index("")
-        head, rest = lines[2:middle], lines[middle + 1 : -2]
-        try:
-            files = [_File.read(line[1:]) for line in head if line.startswith("=")]
-        except ValueError:
-            return False
-        self.seen = [line for line in rest if not line.startswith("-")]
-        parts = (line[1:].partition(" ") for line in rest if line.startswith("-"))
-        self.refused = {package: why for package, _, why in parts}
-        if not all(file.is_unchanged() for file in files):
-            return False
-        self._files = files
-        self.block = [_entry(line[1:]) for line in head if line.startswith(">")]
-        self._edits_path = ";" in head
-        self._was_seen = bool(self.seen)
+        self._files, self._edits_path, self._was_seen = files, edits_path, bool(self.seen)
+        self.block = [LeadingImport(*entry) for entry in block]
         return True
+
+    def _read_unfit(self) -> None:
+        (self._unfit,) = _read(self._path_for_all, self._for_all) or ({},)
 
     def _read_block(self) -> None:
         search = [_first_path(self._program), *sys.path[1:]]
         found = leading_imports(self._program, [path for path in search if path], homes(), _file_of)
-        self._files = [_File(path) for path in found.own]
+        self._files = [_state(path) for path in found.own]
         self.block = [entry for entry in found.entries if _is_plain(entry.line)]
         self._edits_path = found.edits_path
 
@@ -124,8 +121,8 @@ class ImportCache:
         """The same for what workers import later on."""
         if package in self.refused or package in self.hidden:
             return self.refused.get(package, "is hidden by a file of yours")
-        own = [file.path for file in self._files] + [line[1:] for line in self.seen if line.startswith("=")]
-        return left_out(package, variables_set_in(own, own[0] if own else ""))
+        own = [file[0] for file in self._files] + [line[1:] for line in self.seen if line.startswith("=")]
+        return left_out(package, variables_set_in(own, constants_in(entry.line for entry in self.block)))
 
     @property
     def hidden(self) -> set[str]:
@@ -140,18 +137,22 @@ class ImportCache:
         lines = self._first()
         if not any(package_of(name) in PACKAGES for name in names_in(lines)):
             return []  # only of the standard library: a worker imports them as fast
-        variables = {name for entry in self.block for name in entry.may_be_set or ()}
-        return [*self._forbidden(), *(f"~{name}" for name in sorted(variables)), *lines]
+        return [*self._forbidden(), *lines]
 
     def _first(self) -> list[str]:
-        return [entry.line for entry in self.block if not entry.name or not self.why_not(entry)]
+        lines: list[str] = []
+        for entry in self.block:
+            if not entry.name or not self.why_not(entry):
+                lines += [line for line in lines_of(entry.may_be_set) if line not in lines]
+                lines.append(entry.line)
+        return lines
 
     def all_lines(self) -> list[str]:
         """What helpers in the background import: also what workers imported later."""
         first, later = self._first(), self.modules()
         if not later and not names_in(first):
             return []
-        own = [f"={file.path}" for file in self._files]
+        own = [f"={file[0]}" for file in self._files]
         own += [line for line in self.seen if line.startswith("=") and line not in own]
         return [*self._forbidden(), *own, *first, *(f"&{name}" for name in later)]
 
@@ -187,9 +188,13 @@ class ImportCache:
         self._was_seen = self._was_seen or bool(new)
         return bool(new)
 
-    def refuse(self, package: str, why: str) -> None:
-        """This package did not suit a fork."""
+    def refuse(self, package: str, why: str, for_all: bool = False) -> None:
+        """This package did not suit a fork; `for_all`: nor will it for another script."""
         self.refused[package] = why
+        if for_all:
+            self._read_unfit()  # what other launches have found meanwhile
+            self._unfit[package] = why
+            _write(self._path_for_all, self._for_all, self._unfit)
 
     def allow(self, names: Iterable[str]) -> None:
         """The user names these modules: a package that imports one of them may suit a fork now."""
@@ -199,60 +204,44 @@ class ImportCache:
 
     def renewed(self) -> ImportCache | None:
         """The list for the packages as they are now, if any was installed, upgraded or removed since."""
-        same = _key(self._program, self._hidden) == self.key
+        same = _key(self._program, self._hidden, _state_of_packages()) == self.key
         return None if same else ImportCache(self._program, self._environ)
 
     def save(self) -> None:
         """Write the list atomically; errors are ignored."""
-        if self.path is None:
-            return
-        head = [*(f"={file.written()}" for file in self._files), *(f">{_written(one)}" for one in self.block)]
-        head += [";"] if self._edits_path else []
-        refused = [f"-{package} {why}" for package, why in self.refused.items()]
-        text = "\n".join([_MARK, self.key, *head, "", *refused, *self.seen, "."]) + "\n"
-        try:
-            write_trusted(self.path, text.encode("utf-8", "surrogateescape"))
-            _make_room(os.path.dirname(self.path))
-        except OSError:
-            pass
+        block = [(entry.line, entry.may_be_set) for entry in self.block]
+        refused = dict(self.refused.items() - self._unfit.items())
+        _write(self.path, self.key, self._files, block, self._edits_path, refused, self.seen)
 
 
-class _File:
-    """A user's file at one moment."""
-
-    def __init__(self, path: str, seen: tuple[int, int] | None = None) -> None:
-        self.path = path
-        self.seen = seen or _stat(path)
-
-    @classmethod
-    def read(cls, text: str) -> _File:
-        """From a line of the cache file."""
-        time, size, path = text.split(" ", 2)
-        return cls(path, (int(time), int(size)))
-
-    def written(self) -> str:
-        return f"{self.seen[0]} {self.seen[1]} {self.path}"
-
-    def is_unchanged(self) -> bool:
-        return _stat(self.path) == self.seen
+def _read(path: str | None, key: str) -> Any:
+    """What was written there for this key; None for anything else."""
+    if path is None:
+        return None
+    try:
+        with open(open_trusted(path), "rb") as file:
+            first, _, data = file.read(_LIMIT).partition(b"\n")
+        return marshal.loads(data) if os.fsdecode(first) == key else None
+    except (OSError, ValueError, EOFError, TypeError):
+        return None
 
 
-def _stat(path: str) -> tuple[int, int]:
+def _write(path: str | None, key: str, *values: Any) -> None:
+    if path is None:
+        return
+    try:
+        write_trusted(path, os.fsencode(key) + b"\n" + marshal.dumps(values))
+        _make_room(os.path.dirname(path))
+    except OSError:
+        pass
+
+
+def _state(path: str) -> OwnFile:
     try:
         found = os.stat(path)
     except OSError:
-        return 0, 0
-    return found.st_mtime_ns, found.st_size
-
-
-def _written(entry: LeadingImport) -> str:
-    variables = "*" if entry.may_be_set is None else " ".join(sorted(entry.may_be_set))
-    return f"{entry.line}\t{variables}"
-
-
-def _entry(text: str) -> LeadingImport:
-    line, _, variables = text.rpartition("\t")
-    return LeadingImport(line, None if variables == "*" else frozenset(variables.split()))
+        return path, 0, 0
+    return path, found.st_mtime_ns, found.st_size
 
 
 def _first_path(program: Sequence[str]) -> str:
@@ -309,18 +298,23 @@ def _is_plain(line: str) -> bool:
     return bool(line) and line.isprintable() and "\t" not in line and len(line) < 5000
 
 
-def _key(program: Sequence[str], hidden: Iterable[str]) -> str:
+def _key(program: Sequence[str], hidden: Iterable[str], packages: str) -> str:
     """`program` is mode and target; a script is identified by its real path."""
     mode, target = program[0], program[1]
     what = os.path.realpath(target) if mode == "script" else f"-{mode[0]} {target}"
-    parts = [what, sys.executable, sys.version.split()[0], *program[2:], *sorted(hidden)]
+    return "|".join([what, *program[2:], *sorted(hidden), packages]).replace("\n", " ")
+
+
+def _state_of_packages() -> str:
+    """Of this Python."""
+    parts = [_FORMAT, sys.executable, sys.version.split()[0]]
     for path in sys.path:
         if path.endswith(("site-packages", "dist-packages")):
             try:
                 parts.append(f"{path}@{_installed_state(path)}")
             except OSError:
                 pass
-    return "|".join(part.replace("\n", " ") for part in parts)
+    return "|".join(parts).replace("\n", " ")
 
 
 def _installed_state(folder: str) -> str:

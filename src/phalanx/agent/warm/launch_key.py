@@ -23,7 +23,7 @@ _PROTOCOL = "1"  # between an agent and a kept zygote
 
 # Change from one command of a shell to the next, and say nothing about it.
 _PASSING = frozenset({"_", "OLDPWD", "SHLVL"})
-_OWN = ("PHALANX_", "PET_")  # options of the launcher; hidden from imports (preload.py)
+_OWN = ("PHALANX_", "PET_")  # options of the launcher
 
 _STATUS = (
     "Umask", "Uid", "Gid", "Groups", "CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb", "NoNewPrivs",

@@ -1,4 +1,4 @@
-"""The agent's handle on its helpers (keeper.py, helpers.py): start workers, see them end, stop them.
+"""The agent's handle on its helpers (keeper.py, zygote.py): start workers, see them end, stop them.
 
 A Spawner may serve one group after another, so that a restart does not pay for new helpers. It has at
 most one group at a time: whatever the zygote adopts then belongs to that group, and ends with it.

@@ -32,6 +32,7 @@ def guards(homes: tuple[str, ...]) -> list[Guard]:
         _Modules(homes),
         _Threads(),
         _OpenFiles(),
+        _SharedMaps(),
         _Processes(),
         _random_check(),
     ]
@@ -107,6 +108,25 @@ def _numbers() -> set[str]:
         return set(os.listdir("/proc/self/fd"))
     except OSError:
         return set()
+
+
+class _SharedMaps:
+    """Memory that a fork does not copy: what one worker writes there, its siblings read."""
+
+    def __init__(self) -> None:
+        self._known = shared_maps()
+
+    def __call__(self) -> str:
+        before, self._known = self._known, shared_maps()
+        return next(
+            (f"maps {what} for all forks" for one, what in self._known.items() if one not in before), ""
+        )
+
+
+def shared_maps() -> dict[str, str]:
+    """Device and inode of memory that is written to and shared, and its name."""
+    fields = [line.split(None, 5) for line in kernel.read_text("/proc/self/maps").splitlines()]
+    return {f"{one[3]} {one[4]}": one[-1] for one in fields if one[1][1] == "w" and one[1][3] == "s"}
 
 
 class _Processes:

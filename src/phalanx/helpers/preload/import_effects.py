@@ -284,7 +284,7 @@ class _Arguments(list[str]):
 
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith("_"):
-            list.__getattribute__(self, "_reads").append("sys.argv")
+            list.__getattribute__(self, "_reads").append("reads sys.argv")
         return list.__getattribute__(self, name)
 
 
@@ -292,7 +292,7 @@ def _noting(method: str) -> Callable[..., Any]:
     inherited = getattr(list, method)
 
     def use(self: _Arguments, *args: Any) -> Any:
-        self._reads.append("sys.argv")
+        self._reads.append("reads sys.argv")
         return inherited(self, *args)
 
     return use

@@ -6,7 +6,7 @@ fork, from an import of the worker's own. While it happens,
 * nothing else is imported: a package that is not on the list, one that this script must not find here, or a
   module that is not an installed one;
 * what suits no fork is looked for after each package (guards.py);
-* a read of a variable that differs between workers (RANK), or that the user's code may set, is noticed, and
+* a use of a variable that differs between workers (RANK), or that the user's code may set, is noticed, and
   so is a read of sys.argv, and text that the script itself might have filtered.
 
 At the first of these the zygote gives up: the keeper forks one that imports nothing, and the package is left
@@ -28,15 +28,15 @@ from phalanx.helpers.preload.guards import guards
 from phalanx.helpers.preload.import_effects import as_in_a_script
 from phalanx.helpers.preload.import_recorder import homes as installed_in
 from phalanx.helpers.preload.import_recorder import loads_code
-from phalanx.helpers.preload.packages import PACKAGES
-from phalanx.helpers.preload.preload_list import is_listed, left_out, package_of
+from phalanx.helpers.preload.packages import GOES_THROUGH_ALL, PACKAGES
+from phalanx.helpers.preload.preload_list import is_listed, left_out, names_in, package_of
 from phalanx.helpers.preload.preload_log import ImportGate
 from phalanx.helpers.preload.renewal import Renewal
-from phalanx.helpers.preload.variables import variables_set_in
+from phalanx.helpers.preload.variables import constants_in, lines_of, variables_set_in
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Container, Iterable, Iterator
     from typing import Any, NoReturn
 
     from phalanx.helpers.preload.guards import Guard
@@ -56,6 +56,7 @@ _OF_A_WORKER = frozenset({
     "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 })  # fmt: skip
 _OF_A_WORKER_PREFIXES = ("TORCHELASTIC_", "PHALANX_")
+_HAND_ON = ("subprocess", "ctypes")  # copy all variables for a process that they start
 
 
 class ImportResidue:
@@ -77,9 +78,9 @@ def preload(lines: Iterable[str], log: PreloadLog, report: Callable[[str], None]
     An entry is a line of leading_imports.py. Besides:
 
     *NAME       a module that the user names: it may import what it likes
-    &NAME       one that a worker imported later on: left out if it reads what the user's code may set,
-    =PATH       a file of that code, the script first
-    ~NAME       a variable that the code may set before the entries
+    &NAME       one that a worker imported later on: left out if it reads what the user's code may set
+    =PATH       a file of that code
+    ~NAME       a variable that the code may have set before the entries that follow; ~*: any
     #           what is printed from here on may be filtered by the script
     !PACKAGE    must not be imported here
     -NAME       a module beside the script: must not even be looked for; -NAME/: a directory, which is a
@@ -101,17 +102,18 @@ class Preload:
     """One pass over a list."""
 
     def __init__(self, lines: list[str], log: PreloadLog, report: Callable[[str], None]) -> None:
-        self._entries = _choose([line for line in lines if line[:1] not in "!-~="], lines)
+        self._entries = _choose(lines)
+        self._chosen = {package_of(name) for name in names_in(line for line in lines if line[:1] == "*")}
         self._refused = {line[1:] for line in lines if line.startswith("!")}
         self._beside = {line[1:] for line in lines if line.startswith("-")}
-        self._may_be_set = {os.fsencode(line[1:]) for line in lines if line.startswith("~")}
+        self._may_be_set: set[bytes] = set()
         self._log = log
         self._gate = ImportGate(log.fd)
         self._report = report
         self._homes = installed_in()
         self._installed: dict[str, bool] = {}  # by top-level name
         self._own: dict[bytes, bytes | None] = {}  # variables that the script sets: their values before
-        self._asked: list[str] = []  # variables that were read and must not be
+        self._asked: list[str] = []  # what an import must not do: "reads RANK"
         self._package = ""  # that is being imported
         self._is_users_choice = False
         self._is_filtered = False  # what is printed
@@ -123,12 +125,15 @@ class Preload:
     def run(self) -> None:
         """Import all of it."""
         own = sys.path.pop(0)  # of this package
+        at_first = dict(os.environb)
         with as_in_a_script(self._asked):
             self._guards = guards(self._homes)  # with the settings of a script
             sys.meta_path.insert(0, self)
             for line in self._entries:
                 if line == "#":
                     self._is_filtered = True
+                elif line.startswith("~"):
+                    self._may_be_set.add(os.fsencode(line[1:]))
                 elif line[:1] in ("+", "?"):
                     if loads_code(line[1:].partition("=")[0]):
                         break  # leading_imports.py never names one; what follows may depend on it
@@ -140,6 +145,9 @@ class Preload:
         sys.path.insert(0, own)
         for variable, value in self._own.items():
             _put(variable, value)
+        for variable, old, new in _differences(at_first, dict(os.environb)):
+            left.variables[variable] = old, new
+            _put(variable, old)
         left.printed = self._console.printed()
         left.files = {
             int(fd): what for fd, what in _descriptors().items() if fd not in self._fds and _is_file(what)
@@ -167,17 +175,17 @@ class Preload:
         if error is not None and not isinstance(error, ImportError):  # optional ones are recorded, too
             self._refuse(package, f"raises {type(error).__name__}")
         if self._asked:
-            self._refuse(package, f"reads {self._asked[0]} while it is imported")
+            self._refuse(package, f"{self._asked[0]} while it is imported")
 
     def _look(self) -> None:
         """Whether the last package left anything that does not suit a fork."""
         found = [guard() for guard in self._guards]  # all: each remembers what it saw
         why = next(filter(None, found), "")
         if why and self._package:
-            self._refuse(self._package, why)
+            self._refuse(self._package, why, for_all=True)
 
-    def _refuse(self, package: str, why: str) -> NoReturn:
-        self._log.refuse(package, why)
+    def _refuse(self, package: str, why: str, for_all: bool = False) -> NoReturn:
+        self._log.refuse(package, why, for_all)
         os._exit(SPOILED)
 
     def _is_installed(self, top: str) -> bool:
@@ -220,7 +228,8 @@ class Preload:
         """What the import raised, if anything."""
         environ: Any = os.environ
         before: dict[bytes, bytes] = environ._data
-        during = environ._data = _Watched(before, self._asked, self._may_be_set)
+        may_be_set = set() if self._package in self._chosen else self._may_be_set
+        during = environ._data = _Watched(before, self._asked, may_be_set, self._own)
         os.environb._data = during  # type: ignore[attr-defined]  # the two share it
         raised: BaseException | None = None
         try:
@@ -229,37 +238,57 @@ class Preload:
             raised = error
         finally:
             environ._data = os.environb._data = before  # type: ignore[attr-defined]
-            for key in sorted(before.keys() | during.keys()):
-                old, new = before.get(key), dict.get(during, key)  # not noted
-                if old != new and not (new is None and _is_of_a_worker(key)):
-                    # Undone for the following imports, which a worker may do first; repeated in every worker.
-                    _put(key, old)
-                    if raised is None:
-                        left.variables[key] = (left.variables.get(key, (old, None))[0], new)
+            for key, old, new in _differences(before, dict(dict.items(during))):
+                if new is None and _is_of_a_worker(key):
+                    continue
+                # The following imports find it, too. It is repeated in every worker (`run`), but for that of
+                # an import that failed: a worker tries it again.
+                if self._is_users_choice:  # the script does it later
+                    left.variables[key] = (left.variables.get(key, (old, None))[0], new)
+                    new = old
+                elif raised is not None:
+                    self._own.setdefault(key, old)
+                _put(key, new)
         return raised
 
 
-def _choose(entries: list[str], lines: list[str]) -> list[str]:
-    """Without those of the background that read variables which the user's code may set."""
-    own = [line[1:] for line in lines if line.startswith("=")]
-    if not any(line.startswith("&") for line in entries):
-        return entries
-    may_be_set = variables_set_in(own, own[0] if own else "")
-    first = [line for line in entries if not line.startswith("&")]
-    later = [line[1:] for line in entries if line.startswith("&") and not left_out(line[1:], may_be_set)]
-    return [*first, "#", *later]
+def _choose(lines: list[str]) -> list[str]:
+    """The entries, without those of the background that read variables which the user's code may set."""
+    first = [line for line in lines if line[:1] not in "!-=&"]
+    later = [line[1:] for line in lines if line.startswith("&")]
+    if not later:
+        return first
+    may_be_set = variables_set_in([line[1:] for line in lines if line.startswith("=")], constants_in(first))
+    later = [name for name in later if not left_out(name, may_be_set)]
+    return [*first, "#", *lines_of(may_be_set), *later]
+
+
+def _differences(
+    before: dict[bytes, bytes], after: dict[bytes, bytes]
+) -> list[tuple[bytes, bytes | None, bytes | None]]:
+    """Variables, their values before and after; None: not set."""
+    both = ((name, before.get(name), after.get(name)) for name in sorted(before.keys() | after.keys()))
+    return [one for one in both if one[1] != one[2]]
 
 
 class _Watched(dict[bytes, bytes]):
     """The environment during an import: variables of a worker are missing, and access to them is noted.
 
-    So is access to those that the user's code may set: a newer version of a package may read more.
+    So is access to those that the user's code may set: a newer version of a package may read more. What a
+    package sets would be in effect before the script sets it.
     """
 
-    def __init__(self, variables: dict[bytes, bytes], asked: list[str], may_be_set: set[bytes]) -> None:
+    def __init__(
+        self,
+        variables: dict[bytes, bytes],
+        asked: list[str],
+        may_be_set: set[bytes],
+        own: Container[bytes],
+    ) -> None:
         super().__init__((name, value) for name, value in variables.items() if not _is_of_a_worker(name))
         self._asked = asked
         self._may_be_set = may_be_set
+        self._own = own
 
     def __getitem__(self, name: bytes) -> bytes:
         self._note(name)
@@ -273,9 +302,36 @@ class _Watched(dict[bytes, bytes]):
         self._note(name)
         return super().get(name, default)
 
-    def _note(self, name: object) -> None:
-        if isinstance(name, bytes) and (name in self._may_be_set or _is_of_a_worker(name)):
-            self._asked.append(os.fsdecode(name))
+    def __iter__(self) -> Iterator[bytes]:
+        if _user()[0] not in (*_HAND_ON, *GOES_THROUGH_ALL):
+            self._asked.append("reads all variables, RANK among them,")
+        return super().__iter__()
+
+    def __setitem__(self, name: bytes, value: bytes) -> None:
+        self._note(name, "sets", name in self._own)
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: bytes) -> None:
+        self._note(name, "removes", name in self._own)
+        super().__delitem__(name)
+
+    def _note(self, name: object, verb: str = "reads", is_known: bool = False) -> None:
+        if not isinstance(name, bytes):
+            return
+        if is_known or _is_of_a_worker(name) or not self._may_be_set.isdisjoint((name, b"*")):
+            package, goes_through_all = _user()
+            if package not in _HAND_ON and not goes_through_all:
+                self._asked.append(f"{verb} {os.fsdecode(name)}")
+
+
+def _user() -> tuple[str, bool]:
+    """The package that uses the environment, and whether it goes through all of it."""
+    frame, goes_through_all = sys._getframe(2), False
+    while (name := frame.f_globals.get("__name__", "")) in (__name__, "os", "collections.abc"):
+        assert frame.f_back is not None
+        goes_through_all = goes_through_all or frame.f_code.co_name == "__iter__"
+        frame = frame.f_back
+    return package_of(name), goes_through_all
 
 
 def _is_of_a_worker(name: bytes) -> bool:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 # Not among the imports in advance: the launcher's own, and what has an effect beyond its module.
 _NEVER = frozenset({"__main__", "phalanx", "sitecustomize", "usercustomize", "antigravity", "this"})
 
+NOT_LISTED = "not on the list of proven packages"
+
 # Rows with a dotted name: packages of a namespace (google.protobuf), and modules that are left out.
 _DOTTED = frozenset(name for name in (*PACKAGES, *LEFT_OUT) if "." in name)
 _TOPS = frozenset(name.partition(".")[0] for name in _DOTTED)
@@ -50,15 +52,20 @@ def left_out(name: str, may_be_set: frozenset[str] | None) -> str:
     """
     package = package_of(name)
     if not is_listed(name):
-        return LEFT_OUT.get(package, "not on the list of proven packages")
+        return LEFT_OUT.get(package, NOT_LISTED)
     if package not in PACKAGES:
         return ""
     reads = sorted(reads_of(package, PACKAGES))
     if may_be_set is None:
-        what = "your code sets variables whose names are computed"
-        return f"reads {_some(reads)} while it is imported, and {what}" if reads else ""
-    found = next((one for one in sorted(may_be_set) if is_read(one, reads)), "")
-    return f"reads {found} while it is imported, which your code may set" if found else ""
+        read, why = _some(reads), "and your code sets variables whose names are computed"
+    else:
+        read = next((one for one in sorted(may_be_set) if is_read(one, reads)), "")
+        why = "which your code may set"
+    return (
+        f"reads {read} while it is imported, {why} (if that does not matter: --preload {package})"
+        if read
+        else ""
+    )
 
 
 def reads_of(package: str, rows: Mapping[str, tuple[str, str, tuple[str, ...]]] = PACKAGES) -> set[str]:
@@ -77,16 +84,6 @@ def names_in(lines: Iterable[str]) -> set[str]:
 def is_read(variable: str, reads: Iterable[str]) -> bool:
     """`reads`: names, or the beginning of some (NAME*)."""
     return any(variable.startswith(word[:-1]) if word.endswith("*") else variable == word for word in reads)
-
-
-def newer_than_proven(package: str, version: str) -> bool:
-    """Whether it is not the version, or an older one, that was proven."""
-    return _numbers(version) > _numbers(PACKAGES[package][0])
-
-
-def _numbers(version: str) -> list[int]:
-    parts = version.partition("+")[0].split(".")
-    return [int("".join(c for c in part if c.isdigit()) or 0) for part in parts]
 
 
 def _some(words: list[str]) -> str:

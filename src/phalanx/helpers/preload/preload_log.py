@@ -5,6 +5,7 @@ entries (spawner.py). So what was found is known although the zygote is gone. On
 
     import ENTRY          this entry of the list is being imported
     refused PACKAGE: WHY  does not suit a fork: the zygote has given up
+    unfit PACKAGE: WHY    the same, whatever the script
     late                  the keeper kills the zygote, because an import takes too long
     loaded NAME …         all modules that the zygote has now
     ready SECONDS         all is imported
@@ -57,6 +58,7 @@ class PreloadLog:
         self._rest = b""
         self._late = False
         self._refused: tuple[str, str] | None = None
+        self.for_all = False  # the refusal, whatever the script
         self.importing = ""  # the entry
         self.loaded: set[str] = set()
         self.seconds: float | None = None  # that the imports took; None before they are done
@@ -65,9 +67,9 @@ class PreloadLog:
         """Add a line."""
         os.write(self.fd, f"{line}\n".encode("utf-8", "surrogateescape"))
 
-    def refuse(self, package: str, why: str) -> None:
-        """This package does not suit a fork."""
-        self.write(f"refused {package}: {why}".replace("\n", " "))
+    def refuse(self, package: str, why: str, for_all: bool = False) -> None:
+        """This package does not suit a fork; `for_all`: whatever the script."""
+        self.write(f"{'unfit' if for_all else 'refused'} {package}: {why}".replace("\n", " "))
 
     def read(self) -> None:
         """Take in what is new."""
@@ -78,9 +80,9 @@ class PreloadLog:
                 word, _, rest = line.decode("utf-8", "surrogateescape").partition(" ")
                 if word == "import":
                     self.importing = rest
-                elif word == "refused":
+                elif word in ("refused", "unfit"):
                     package, _, why = rest.partition(": ")
-                    self._refused = package, why
+                    self._refused, self.for_all = (package, why), word == "unfit"
                 elif word == "loaded":
                     self.loaded.update(rest.split(" "))
                 elif word == "late":

@@ -13,13 +13,17 @@ import os
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Container, Iterable, Iterator
     from typing import Any
 
 _ONLY_AST = 0x400  # ast.PyCF_ONLY_AST, without the module
 _SETTERS = ("setdefault", "update", "pop", "popitem", "clear", "__setitem__", "__delitem__")
 _OF_OS = ("environ", "environb", "putenv", "unsetenv")
 _LIMIT = 1 << 20  # bytes of a file
+# Expressions, parts of statements and calls that read os.environ and keep no reference to it.
+_READERS = ("Attribute", "Subscript", "Compare", "BinOp", "UnaryOp", "Starred", "FormattedValue", "Expr")
+_READ_OR_SET = ("test", "iter", "target", "targets")
+_COPIERS = ("dict", "list", "set", "tuple", "sorted", "len", "str", "repr", "print", "pprint")
 
 
 def parse(text: bytes | str, path: str = "program") -> Any:
@@ -32,10 +36,10 @@ def parse(text: bytes | str, path: str = "program") -> Any:
         return None
 
 
-def variables_set_in(files: Iterable[str], script: str = "") -> frozenset[str] | None:
+def variables_set_in(files: Iterable[str], constants: Container[str] = ()) -> frozenset[str] | None:
     """The variables that the code in these files may set, anywhere in them.
 
-    Not counted: what is set to a constant by an unindented line of `script`.
+    Not counted: unindented lines that set one of `constants`, which the preload sets, too.
     """
     found: frozenset[str] = frozenset()
     for path in files:
@@ -51,7 +55,9 @@ def variables_set_in(files: Iterable[str], script: str = "") -> frozenset[str] |
             if len(text) > _LIMIT:
                 return None
             continue
-        body = [node for node in tree.body if path != script or constant_set_by(node) is None]
+        body = [
+            node for node in tree.body if "{}{}={}".format(*constant_set_by(node) or "   ") not in constants
+        ]
         names = _set_in(node for statement in body for node in nodes_of(statement, called=True))
         if names is None:
             return None
@@ -80,6 +86,16 @@ def constant_set_by(statement: Any) -> tuple[str, str, str] | None:
         return None
     is_text = isinstance(name, str) and isinstance(value, str)
     return (word, name, value) if is_text and _is_environ(environ) else None
+
+
+def constants_in(lines: Iterable[str]) -> frozenset[str]:
+    """The lines of a preload that set a variable; of several for the same one, the last."""
+    return frozenset({line[1:].partition("=")[0]: line for line in lines if line[:1] in ("+", "?")}.values())
+
+
+def lines_of(may_be_set: frozenset[str] | None) -> list[str]:
+    """The lines of a preload that say which variables may have been set."""
+    return ["~*"] if may_be_set is None else [f"~{name}" for name in sorted(may_be_set)]
 
 
 def _set_in(nodes: Iterable[Any]) -> frozenset[str] | None:
@@ -112,6 +128,8 @@ def nodes_of(tree: Any, called: bool = False) -> Iterator[Any]:
 def _set_by_node(node: Any) -> set[str] | None:
     """The variables that this statement or call sets; None if their names are computed."""
     kind = type(node).__name__
+    if _hands_on(node, kind):
+        return None  # under another name, anything may be done with it
     if kind in ("Assign", "AnnAssign", "AugAssign", "Delete", "For", "NamedExpr"):
         targets = node.targets if kind in ("Assign", "Delete") else [node.target]
         found: set[str] | None = set()
@@ -120,8 +138,6 @@ def _set_by_node(node: Any) -> set[str] | None:
                 found = _and(found, _texts_of([target.slice]))
             elif _is_environ(target):  # os.environ |= ...
                 found = _and(found, _texts_of([node.value]))
-        if kind == "Assign" and (_is_environ(node.value) or _is_setter(node.value)):
-            return None  # under another name, anything may be done with it
         return found
     if kind == "ImportFrom":
         renamed = any(alias.asname and alias.name in _OF_OS for alias in node.names)
@@ -137,6 +153,25 @@ def _set_by_node(node: Any) -> set[str] | None:
     if name in ("putenv", "unsetenv", "setenv"):
         return _texts_of(node.args[:1])
     return None if "dotenv" in name else set()
+
+
+def _hands_on(node: Any, kind: str) -> bool:
+    """Whether something else gets os.environ itself, or a function that sets it."""
+    if kind in _READERS:
+        return False
+    if kind == "Constant":  # getattr(os, "environ"), patch.dict("os.environ")
+        return node.value in ("environ", "environb", "os.environ")
+    if kind == "Call":
+        copies = getattr(node.func, "id", "") in _COPIERS or getattr(node.func, "attr", "") == "update"
+        parts = [] if copies else node.args
+    elif kind == "Dict":
+        parts = [value for key, value in zip(node.keys, node.values, strict=True) if key is not None]
+    elif kind == "keyword":
+        parts = [] if node.arg in (None, "env") else [node.value]
+    else:
+        fields = [getattr(node, field, None) for field in node._fields if field not in _READ_OR_SET]
+        parts = [part for field in fields for part in (field if isinstance(field, list) else [field])]
+    return any(_is_environ(part) or _is_setter(part) for part in parts)
 
 
 def _is_setter(node: Any) -> bool:
