@@ -10,14 +10,16 @@ from collections.abc import Sequence
 from typing import Any
 
 from phalanx.cli.parser import Parser
-from phalanx.cli.runs import add_all_users, local_agents
+from phalanx.cli.runs import add_all_users, answering_and_silent
 from phalanx.job.environment import variables
 from phalanx.log import printable
 from phalanx.observe.duration import duration
 from phalanx.observe.local_agents import LocalAgent
 from phalanx.observe.run_registry import runs, this_machine
+from phalanx.observe.snapshot import RunFile
 
 _SHOWN = 20
+_NO_ANSWER = "no answer"
 
 
 def make_parser() -> Parser:
@@ -32,7 +34,7 @@ def make_parser() -> Parser:
 def main(argv: Sequence[str]) -> int:
     """Ask the agents, read the registry, print."""
     options = make_parser().parse_args(argv)
-    rows = entries(local_agents("list", options.all_users))
+    rows = entries(*answering_and_silent("list", options.all_users))
     rows = rows if options.all else rows[-_SHOWN:]
     if options.json:
         print(json.dumps(rows, indent=2))
@@ -41,8 +43,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def entries(alive: Sequence[LocalAgent]) -> list[dict[str, Any]]:
-    """Running jobs and finished ones, by their begin."""
+def entries(alive: Sequence[LocalAgent], silent: Sequence[int] = ()) -> list[dict[str, Any]]:
+    """Running jobs and finished ones, by their begin; `silent`: the pids of agents that did not answer."""
     here = {(agent.job.run, agent.job.pid) for agent in alive}
     found: list[dict[str, Any]] = [
         {
@@ -62,7 +64,15 @@ def entries(alive: Sequence[LocalAgent]) -> list[dict[str, Any]]:
         }
         for job in (agent.job for agent in alive)
     ]
-    home = this_machine()
+    home, known = this_machine(), runs(variables())
+    # A pid may have been that of an earlier run: the latest one counts.
+    held_up = {run.pid: run for run in known if run.machine == home and run.pid in silent}
+
+    def state_without_end(run: RunFile) -> str:
+        if run.machine != home:
+            return "unknown"
+        return _NO_ANSWER if held_up.get(run.pid) is run else "killed"
+
     found += [
         {
             "run": run.run,
@@ -71,7 +81,7 @@ def entries(alive: Sequence[LocalAgent]) -> list[dict[str, Any]]:
             "pid": run.pid,
             "since": run.since,
             "until": run.until,
-            "state": run.outcome or ("killed" if run.machine == home else "unknown"),
+            "state": run.outcome or state_without_end(run),
             "exit_code": run.exit_code,
             "why": run.why or ("" if run.outcome or run.machine == home else f"began on {run.machine}"),
             "restarts": run.restarts,
@@ -79,7 +89,7 @@ def entries(alive: Sequence[LocalAgent]) -> list[dict[str, Any]]:
             "uptime": None if run.goodput is None else run.goodput.uptime,
             "logs": run.logs,
         }
-        for run in runs(variables())
+        for run in known
         if (run.run, run.pid) not in here
     ]
     return sorted(found, key=lambda row: (row["since"], row["pid"]))
