@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+from phalanx.observe import run_registry
 from tests.conftest import HUNG, wait_until
 from tests.support.netns import free_port
 from tests.support.run_helpers import PHALANX, Running, plain_environment, script
@@ -90,7 +91,9 @@ def test_a_job_is_seen_restarted_stopped_and_remembered(tmp_path: Path) -> None:
     assert told("logs", run, "--rank", "0", env=env) == "[0]  begin 0 \\x1b[31mred\n"
     assert "SIGTERM: stopping" in told("logs", run, "--events", env=env)
     assert "no job" in told("stacks", run, env=env, code=1)
-    assert os.stat(tmp_path / "state" / "phalanx" / "runs").st_mode & 0o777 == 0o700
+    registry = run_registry.directory(env)
+    assert registry is not None
+    assert os.stat(registry).st_mode & 0o777 == 0o700
 
 
 def test_all_nodes_of_a_job_are_seen_and_stopped_from_one(tmp_path: Path) -> None:

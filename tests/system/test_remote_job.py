@@ -146,7 +146,7 @@ def test_logs_of_other_nodes_after_the_end(tmp_path: Path, shared: bool) -> None
         )
 
     def listed(count: int) -> bool:
-        return len(list(tmp_path.glob("state-*/phalanx/runs/*/*.json"))) == count
+        return len(list(tmp_path.glob("state-*/phalanx/runs@*/*/*.json"))) == count
 
     for life in range(2):  # the logs of an earlier run under this id are not of this one
         with node("ann", life) as ann, node("bob", life) as bob:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -15,6 +16,7 @@ import pytest
 
 from phalanx.cli.runs import local_agents
 from phalanx.errors import UsageError
+from phalanx.observe import run_registry
 from tests.conftest import HUNG, as_nobody, drop_privileges, wait_until
 from tests.support.run_helpers import FOREVER, PHALANX, Running, plain_environment, script
 from tests.system.hostile_user import NOBODY, as_root, doing
@@ -83,14 +85,28 @@ def test_a_command_waits_once_for_an_agent_that_does_not_answer(tmp_path: Path) 
             assert f"no job '{run}' of this user runs on this machine\n" in done.stderr
 
 
-def test_an_agent_that_is_stopped_does_not_look_ended_to_who_follows_it(tmp_path: Path) -> None:
+def registered(run: str) -> bool:
+    """Whether the run is in this user's list of runs, as two seconds after the start of its workers."""
+    return any(one.run == run for one in run_registry.runs(os.environ))
+
+
+def listed(run: str, **env: str) -> list[str]:
+    """The states in which `phalanx list` shows a run."""
+    return [row["state"] for row in json.loads(told("list", "--json", **env).stdout) if row["run"] == run]
+
+
+def test_an_agent_that_is_stopped_does_not_look_ended(tmp_path: Path) -> None:
     run = f"stopped-{os.getpid()}"
     with a_job(tmp_path, run) as job, Running([run, "-f"], launcher=[PHALANX[0], "logs"]) as follower:
         follower.read_until("ready 0")
+        wait_until(lambda: registered(run), "the run in the registry")
         job.signal(signal.SIGSTOP)
         assert f"no answer from pid {job.agent} within 2 s" in told("status", run).stderr
         assert follower.process.poll() is None
+        assert listed(run) == ["no answer"]
+        assert f"{run}  train.py  no answer  " in told("list").stdout
         job.signal(signal.SIGCONT)
+        wait_until(lambda: listed(run) == ["running"], "an answer of the agent")
         job.signal(signal.SIGTERM)
         assert job.end().code == 143
         assert follower.end().code == 0
@@ -132,6 +148,13 @@ def test_only_root_may_ask_for_all_users() -> None:
 def test_jobs_of_two_namespaces_do_not_see_each_other(tmp_path: Path) -> None:
     run, other = f"apart-{os.getpid()}", f"other-{os.urandom(4).hex()}"
     with a_job(tmp_path, run) as job:
+        wait_until(lambda: registered(run), "the run in the registry")
+        assert listed(run) == ["running"]
+        for apart in (other, ""):
+            assert listed(run, PHALANX_NAMESPACE=apart) == []
+            for words in (["logs"], ["logs", run], ["events", run]):
+                done = told(*words, PHALANX_NAMESPACE=apart)
+                assert (done.returncode, done.stdout) == (1, ""), words
         assert told("status", run, PHALANX_NAMESPACE=other).returncode == 1
         assert told("stop", run, PHALANX_NAMESPACE=other).returncode == 1
         assert told("stop", run, PHALANX_NAMESPACE="").returncode == 1

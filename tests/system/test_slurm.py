@@ -201,6 +201,22 @@ def test_a_job_without_a_spare_ends_as_soon_as_an_agent_is_lost(folder: Path) ->
         cluster.nothing_left()
 
 
+def test_nobody_waits_for_an_agent_that_refuses_its_command_line(folder: Path) -> None:
+    with cluster_in(folder, 2) as cluster:
+        work = Jobs(cluster, folder / "work").folder
+        words = ("slurm", "submit", "--print", "-o", "r.out", "-N", "2", "train.py", "r")
+        text = cluster.command(*PHALANX, *words, cwd=work)
+        agent = '"${phalanx[@]}" run '
+        elsewhere = """bash -c '[ "$SLURM_PROCID" = 0 ] || cd /; exec "$@"' - """  # without the script
+        (work / "job.sh").write_text(text.replace(agent, elsewhere + agent))
+        job = cluster.command("sbatch", "--parsable", "job.sh", cwd=work).strip()
+        cluster.wait_state(job, "FAILED")
+        assert cluster.field(job, "ExitCode") == "2:0"
+        said = (work / "r.out").read_text()
+        assert f"too few agents are left: {cluster.nodes[1]} refused the command line; stopped" in said
+        cluster.nothing_left()
+
+
 LIMITS, JOBS = 5, 4
 
 

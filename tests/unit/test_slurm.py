@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
+import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from phalanx.cli.dry_run import plan
-from phalanx.cli.slurm import main, parse_submit
+from phalanx.cli.slurm import main, parse_submit, submit
 from phalanx.errors import UsageError
 from phalanx.job.config import parse
 from phalanx.job.slurm_allocation import look, run_id
@@ -19,6 +22,7 @@ from phalanx.platforms.slurm import job_end
 from phalanx.platforms.slurm.batch_script import batch_script
 from phalanx.platforms.slurm.requeue import AttemptEnd
 from tests.conftest import wait_until
+from tests.support.run_helpers import plain_environment
 
 LISTS = [
     ("", []),
@@ -303,6 +307,7 @@ STANDS_IN: list[tuple[str, str, int, str, str, list[str]]] = [
     ("the job succeeded", "SUCCEEDED", 0, "RUNNING 1", "DOWN*", ["scancel --state=RUNNING 7"]),
     ("a node that has left", "LEFT", 0, "RUNNING 1", "DOWN*", []),
     ("an unfit node", "FAILED", 95, "RUNNING 1", "DOWN*", []),
+    ("an agent that has refused its command line", "", 2, "RUNNING 1", "DOWN*", []),
 ]
 # Gives the next answer, or the last one again.
 COMMAND = """#!/bin/bash
@@ -369,6 +374,71 @@ def test_the_step_ends_although_slurm_holds_a_request_until_then(
     asked = tmp_path / "asked"
     wait_until(lambda: asked.exists() and "update" in asked.read_text(), "the request")
     assert asked.read_text() == "requeue 7\nupdate JobId=7 ExcNodeList=n2\n"
+
+
+# In the place of srun: each line of stdin is a host and the words of its agent.
+SRUN = """#!/bin/bash
+trap 'echo killed >> srun.log; exit 15' TERM
+while read -r host words; do
+    SLURMD_NODENAME=$host {python} -m phalanx run $words < /dev/null
+    echo "$host $?" >> srun.log
+done
+"""
+
+
+def test_the_others_do_not_wait_for_agents_that_refuse_their_command_line(tmp_path: Path) -> None:
+    log, asked = tmp_path / "srun.log", tmp_path / "asked"
+    said = {"srun": SRUN.format(python=sys.executable), "scontrol": HOLDS, "scancel": HOLDS}
+    for name, text in said.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path), "SLURM_JOB_ID": "7"}
+    words = ["slurm", "batch", "--requeues", "3", "--missing", "1", "--wait", "600", "--", "srun"]
+    pipe = subprocess.PIPE
+    batch = subprocess.Popen(
+        [sys.executable, "-m", "phalanx", *words],
+        cwd=tmp_path, env=plain_environment(**path), stdin=pipe, stderr=pipe, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+    assert batch.stdin is not None
+    try:
+        print("n2 absent.py", file=batch.stdin, flush=True)
+        wait_until(lambda: log.exists() and log.read_text() == "n2 2\n", "an agent that has refused")
+        batch.send_signal(signal.SIGUSR2)
+        wait_until(lambda: asked.exists() and "--signal=TERM 7" in asked.read_text(), "a turn of the loop")
+        # Is refused only when the agent is made.
+        print(
+            "n3 --rdzv-backend etcd --rdzv-endpoint 1::2:x --rdzv-conf name=n3 srun",
+            file=batch.stdin,
+            flush=True,
+        )
+        wait_until(lambda: batch.poll() is not None, "the end of the batch step")
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(batch.pid, signal.SIGKILL)
+        _, errors = batch.communicate()
+    assert batch.returncode == 2
+    assert log.read_text() == "n2 2\nn3 2\nkilled\n"
+    assert "too few agents are left: n2,n3 refused the command line; stopped\n" in errors
+    assert errors.endswith("phalanx slurm: not requeued: exit code 2 is the program's own\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        (["-N", "2"], 0),
+        (["-N", "2", "--spares", "1"], 1),
+        (["-N", "4", "--nnodes", "3:4"], 1),
+        (["-N", "2", "--spares", "1", "--nnodes=1:2"], 2),
+        (["-N", "2", "--standalone"], 1),
+        (["-N", "1"], 0),
+    ],
+)
+def test_how_many_agents_a_job_can_do_without(
+    words: list[str], missing: int, script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    submit([*words, "--print", script])
+    assert f" slurm batch --requeues 10 --missing {missing} --wait 130 -- " in capsys.readouterr().out
 
 
 def test_no_kill_only_where_the_job_can_go_on_without_a_node() -> None:

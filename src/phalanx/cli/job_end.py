@@ -57,6 +57,7 @@ class JobEnd:
         agent = self._run.agent
         if job_outcome.is_foreign(error):
             self._reach(outcome)
+            self._leave_outcome(outcome.code)
             raise error
         if isinstance(error, SignalException):
             self._say_unless_quiet(outcome.why)

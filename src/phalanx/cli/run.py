@@ -65,11 +65,18 @@ def _use_format(name: str, host: str) -> None:
 def _refuse(argv: Sequence[str], error: ValueError) -> None:
     """A command line is wrong: its message goes where that of a job that fails would go."""
     from phalanx.job.command_line import peek
-    from phalanx.job.environment import variables
+    from phalanx.job.environment import outcomes_directory, variables
     from phalanx.observe import termination_log
 
     _use_format(peek(argv, "log_format", variables()), os.uname().nodename)
     termination_log.write(peek(argv, "termination_log", variables()), f"phalanx run: {error}")
+    directory = outcomes_directory()
+    if directory:
+        from phalanx.core.exit_codes import USAGE
+        from phalanx.platforms.outcomes import AgentOutcome, write_outcome
+
+        name = variables().get("SLURMD_NODENAME") or os.uname().nodename
+        write_outcome(directory, AgentOutcome(name, "", USAGE, str(error)), f"{name}.{os.getpid()}")
 
 
 def execute(job: JobSpec, raises: bool = False) -> int:

@@ -13,10 +13,13 @@ from phalanx.log import printable
 from phalanx.observe.duration import duration
 from phalanx.observe.local_agents import LocalAgent
 from phalanx.observe.run_registry import runs, this_machine
+from phalanx.observe.snapshot import RunFile
+
+_NO_ANSWER = "no answer"
 
 
-def entries(alive: Sequence[LocalAgent]) -> list[dict[str, Any]]:
-    """Running jobs and finished ones, by their begin."""
+def entries(alive: Sequence[LocalAgent], silent: Sequence[int] = ()) -> list[dict[str, Any]]:
+    """Running jobs and finished ones, by their begin; `silent`: the pids of agents that did not answer."""
     here = {(agent.job.run, agent.job.pid) for agent in alive}
     found: list[dict[str, Any]] = [
         {
@@ -36,7 +39,15 @@ def entries(alive: Sequence[LocalAgent]) -> list[dict[str, Any]]:
         }
         for job in (agent.job for agent in alive)
     ]
-    home = this_machine()
+    home, known = this_machine(), runs(variables())
+    # A pid may have been that of an earlier run: the latest one counts.
+    held_up = {run.pid: run for run in known if run.machine == home and run.pid in silent}
+
+    def state_without_end(run: RunFile) -> str:
+        if run.machine != home:
+            return "unknown"
+        return _NO_ANSWER if held_up.get(run.pid) is run else "killed"
+
     found += [
         {
             "run": run.run,
@@ -45,7 +56,7 @@ def entries(alive: Sequence[LocalAgent]) -> list[dict[str, Any]]:
             "pid": run.pid,
             "since": run.since,
             "until": run.until,
-            "state": run.outcome or ("killed" if run.machine == home else "unknown"),
+            "state": run.outcome or state_without_end(run),
             "exit_code": run.exit_code,
             "why": run.why or ("" if run.outcome or run.machine == home else f"began on {run.machine}"),
             "restarts": run.restarts,
@@ -53,7 +64,7 @@ def entries(alive: Sequence[LocalAgent]) -> list[dict[str, Any]]:
             "uptime": None if run.goodput is None else run.goodput.uptime,
             "logs": run.logs,
         }
-        for run in runs(variables())
+        for run in known
         if (run.run, run.pid) not in here
     ]
     return sorted(found, key=lambda row: (row["since"], row["pid"]))

@@ -36,12 +36,17 @@ def local_agents(command: str, everyone: bool) -> list[LocalAgent]:
     """The agents of this machine that answer; one line on stderr for each that does not.
 
     A command asks once, and selects with `fitting`, `running` or `one_run`."""
+    return answering_and_silent(command, everyone)[0]
+
+
+def answering_and_silent(command: str, everyone: bool) -> tuple[list[LocalAgent], list[int]]:
+    """The same, and the pids of the agents that do not answer."""
     if everyone and os.geteuid():
         raise UsageError("--all-users: only root may ask the agents of other users")
     found, silent = find(everyone)
     for pid in silent:
         write_stderr(f"phalanx {command}: no answer from pid {pid} within {FIND:g} s\n")
-    return found
+    return found, silent
 
 
 def fitting(found: Sequence[LocalAgent], word: str) -> list[LocalAgent]:

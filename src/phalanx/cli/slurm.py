@@ -113,7 +113,7 @@ def _say(line: str) -> None:
 def submit(words: Sequence[str]) -> int:
     """Write the script, and give it to sbatch."""
     job, only_print = parse_submit(words)
-    _check(job)
+    job = _check(job)
     text = batch_script(job, ["phalanx", "slurm", "submit", *words])
     if only_print:
         print(text, end="")
@@ -172,8 +172,10 @@ def parse_submit(words: Sequence[str]) -> tuple[BatchJob, bool]:
     return job, options.print
 
 
-def _check(job: BatchJob) -> None:
-    """What `phalanx run` would refuse on the nodes is refused here, as far as this machine can tell."""
+def _check(job: BatchJob) -> BatchJob:
+    """The job with the number of agents that it can do without.
+
+    What `phalanx run` would refuse on the nodes is refused here, as far as this machine can tell."""
     from phalanx.job.config import parse
 
     words, skip = [], False
@@ -185,7 +187,11 @@ def _check(job: BatchJob) -> None:
             skip = "=" not in word
         else:
             words.append(word)
-    parse([*words, job.script, *job.script_args], _clean(variables()))
+    step = {"JOB_ID": "1", "STEP_ID": "0", "STEP_NUM_TASKS": str(job.nodes), "PROCID": "0"}
+    step |= {"STEP_NODELIST": "localhost", "STEP_TASKS_PER_NODE": "1"}
+    environ = {**_clean(variables()), **{f"SLURM_{name}": value for name, value in step.items()}}
+    least = parse([*words, job.script, *job.script_args], environ).cluster.min_nodes
+    return job.replace(missing=max(0, job.nodes + job.spares - least))
 
 
 def _make_token(job: BatchJob) -> None:
@@ -269,9 +275,11 @@ def _queue() -> dict[str, dict[str, str]]:
 def _batch(words: list[str]) -> int:
     from phalanx.platforms.slurm.batch_step import run_batch
 
-    as_written = words[::2][:3] == ["--requeues", "--wait", "--"] and len(words) > 5
-    if not as_written or not (words[1].isdecimal() and words[3].isdecimal()):
+    numbers = words[1:6:2]
+    as_written = words[0:8:2] == ["--requeues", "--missing", "--wait", "--"] and len(words) > 7
+    if not as_written or not all(number.isdecimal() for number in numbers):
         raise usage_error("slurm batch is run by the script that `phalanx slurm submit` writes")
     if not variables().get("SLURM_JOB_ID"):
         raise usage_error("slurm batch: not in a job of Slurm; submit the script with sbatch")
-    return run_batch(words[5:], int(words[1]), int(words[3]), _say)
+    most, missing, wait = map(int, numbers)
+    return run_batch(words[7:], most, missing, wait, _say)

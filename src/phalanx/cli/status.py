@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from phalanx.cli.parser import Parser
 from phalanx.cli.remote_job import add_endpoint, remote_job
-from phalanx.cli.runs import NoSuchRun, add_run, fitting, local_agents, one_run
+from phalanx.cli.runs import NoSuchRun, add_run, answering_and_silent, fitting, one_run
 from phalanx.errors import UsageError
 from phalanx.log import printable
 from phalanx.observe.duration import duration
@@ -57,13 +57,13 @@ def main(argv: Sequence[str]) -> int:
         with remote_job(options) as job:
             found = [LocalAgent("", os.geteuid(), job.status())]
     else:
-        here = local_agents("status", options.all_users)
+        here, silent = answering_and_silent("status", options.all_users)
         if options.watch:
             from phalanx.cli.watch import watch
 
             return watch(here, options.run)
         if options.all:
-            return _all_runs(here, options.run, options.json)
+            return _all_runs(here, silent, options.run, options.json)
         if options.link:
             return _links(fitting(here, options.run), options.run)
         found = with_peers(fitting(here, options.run), bool(options.run))
@@ -79,10 +79,10 @@ def main(argv: Sequence[str]) -> int:
     return 0 if found else 1
 
 
-def _all_runs(here: Sequence[LocalAgent], word: str, as_json: bool) -> int:
+def _all_runs(here: Sequence[LocalAgent], silent: Sequence[int], word: str, as_json: bool) -> int:
     from phalanx.cli.run_list import entries, table
 
-    rows = [row for row in entries(here) if row["run"].startswith(word) or row["name"] == word]
+    rows = [row for row in entries(here, silent) if row["run"].startswith(word) or row["name"] == word]
     print(json.dumps(rows, indent=2) if as_json else table(rows).rstrip("\n"))
     return 0
 

@@ -208,9 +208,9 @@ def in_pod() -> bool:
     return bool(os.environ.get("KUBERNETES_SERVICE_HOST") or os.environ.get(COMPLETION_INDEX))
 
 
-def namespace() -> str:
+def namespace(environ: Mapping[str, str] | None = None) -> str:
     """The jobs and commands of one user that see each other; empty: those that name none."""
-    raw = os.environ.get(NAMESPACE, "")
+    raw = (variables() if environ is None else environ).get(NAMESPACE, "")
     if raw and not (len(raw) <= 24 and raw.isascii() and raw.replace("-", "").replace("_", "").isalnum()):
         raise ValueError(f"{NAMESPACE}={raw!r}: must be at most 24 letters, digits, '-' and '_'")
     return raw

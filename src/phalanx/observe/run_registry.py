@@ -2,17 +2,18 @@
 
     $XDG_STATE_HOME/phalanx/runs/<machine>/<begin>-<sum of the run id>-<pid>.json     (or ~/.local/state)
 
-One small file per node of a run, private to the user; written two seconds after the workers have started,
-when nothing waits for it, and again at the end. A run that was killed stays as it was at first. Of each
-machine the newest `KEPT` stay: on a home directory that machines share, a job of many nodes does not push out
-the history of others. Files are checked before they are believed (`trusted_files`): they must be this user's,
-and what does not have the form of a run is skipped.
+With PHALANX_NAMESPACE the directory is `runs@<namespace>`. One small file per node of a run, private to the
+user; written two seconds after the workers have started, when nothing waits for it, and again at the end. A
+run that was killed stays as it was at first. Of each machine the newest `KEPT` stay: on a home directory that
+machines share, a job of many nodes does not push out the history of others. Files are checked before they are
+believed (`trusted_files`): they must be this user's, and what does not have the form of a run is skipped.
 """
 
 from __future__ import annotations
 
 import os
 
+from phalanx.job.environment import namespace
 from phalanx.trusted_files import open_trusted, write_trusted
 
 TYPE_CHECKING = False
@@ -29,14 +30,15 @@ _APART = 60_000  # milliseconds between the first and the last node of a run to 
 
 
 def directory(environ: Mapping[str, str]) -> str | None:
-    """Where the runs are; None without a home directory."""
+    """Where the runs of this namespace are; None without a home directory."""
     base = environ.get("XDG_STATE_HOME", "")
     if not os.path.isabs(base):
         home = environ.get("HOME", "")
         if not os.path.isabs(home):
             return None
         base = os.path.join(home, ".local", "state")
-    return os.path.join(base, "phalanx", "runs")
+    apart = namespace(environ)
+    return os.path.join(base, "phalanx", f"runs@{apart}" if apart else "runs")
 
 
 def this_machine() -> str:

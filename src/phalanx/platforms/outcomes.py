@@ -1,7 +1,7 @@
 """How the agents of a job ended, in files: for whatever started them and has only one exit code of all.
 
-`PHALANX_OUTCOMES` names a directory that all of them can write to. Each agent leaves one small file there; an
-agent that was killed leaves none.
+`PHALANX_OUTCOMES` names a directory that all of them can write to. Each agent leaves one small file there,
+also one that refuses its command line; an agent that was killed leaves none.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from phalanx.core.exit_codes import (
     SIGNALED,
     SUCCESS,
     UNFIT_NODE,
+    USAGE,
 )
 from phalanx.core.record import Record
 from phalanx.trusted_files import open_trusted, write_trusted
@@ -43,6 +44,11 @@ class AgentOutcome(Record):
     def succeeded(self) -> bool:
         """Whether this agent knows that the whole job has succeeded."""
         return self.outcome == "SUCCEEDED" and self.code == 0
+
+    @property
+    def refused(self) -> bool:
+        """Whether this agent never joined: its command line is wrong, at least on its host."""
+        return not self.outcome and self.code == USAGE
 
     @property
     def ends_job(self) -> bool:

@@ -31,6 +31,7 @@ class BatchJob(Record):
     script_args: tuple[str, ...] = ()
     run_words: tuple[str, ...] = ()  # options of `phalanx run`
     spares: int = 0
+    missing: int = 0  # agents that the job can do without
     requeues: int = 10
     notice: int = 120
     sbatch: tuple[tuple[str, str | None], ...] = ()
@@ -69,7 +70,9 @@ def batch_script(job: BatchJob, written_by: Sequence[str]) -> str:
         "",
         f"phalanx=({shlex.join(job.phalanx)})",
         "# The batch step passes the notice on, and requeues the job if its end says that this may help.",
-        f'exec "${{phalanx[@]}}" slurm batch --requeues {job.requeues} --wait {_grace(job) + _WAIT} -- \\',
+        "# It ends the job when more agents than `--missing` refuse their command line.",
+        f'exec "${{phalanx[@]}}" slurm batch --requeues {job.requeues} --missing {job.missing} '
+        f"--wait {_grace(job) + _WAIT} -- \\",
         f"    {srun} --cpu-bind=none{per_task} \\",
         f'    "${{phalanx[@]}}" run {shlex.join(run)}',
     ]

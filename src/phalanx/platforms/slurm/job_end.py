@@ -109,7 +109,7 @@ def stand_in(
 ) -> None:
     """At the end of an agent: end the job, if the host of its batch step is lost."""
     place = environ.get(BATCH_STEP, "").split(" ")
-    if len(place) != 3 or outcome.outcome == "LEFT" or outcome.code == UNFIT_NODE:
+    if len(place) != 3 or outcome.outcome == "LEFT" or outcome.code == UNFIT_NODE or outcome.refused:
         return  # not a submitted job; or the other nodes go on
     host, port, most = place
     here = SlurmAttempt(environ, say)

@@ -146,7 +146,7 @@ class Steward:
         return code if code is not None else 1
 
     def _outcome(self, code: int) -> AgentOutcome:
-        """The file that the agent left; an agent that refused to start, or was killed, leaves none."""
+        """The file that the agent left; an agent that was killed leaves none."""
         left = read_outcomes(self._folder)
         return (left[0] if left else AgentOutcome("", "", code)).replace(code=code)
 
