@@ -114,7 +114,7 @@ def _note_environment(v: Sources, folder: str) -> None:
         name, python = other
         v.warnings.append(
             f"workers run {sys.executable}, not the Python of {name} ({python}); to use that one, "
-            "install phalanx there, and run it from there"
+            "install phalanx into it, and run it from there"
         )
 
 
