@@ -27,9 +27,11 @@ $(VENV)/.torch: $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris || echo "no atheris for this Python"
 	@touch $@
 
-# The reference page of the options; a test compares it with the table.
+# The reference page of the options and the schemas of --json; tests compare them with the sources.
 options: $(READY)
 	@$(BIN)/python -c 'from phalanx.cli.help import reference; print(reference(), end="")' > docs/options.md
+	@for name in $$($(BIN)/phalanx help schema | cut -d' ' -f1); do \
+		$(BIN)/phalanx help schema $$name > docs/schemas/$$name.json; done
 
 # Slurm for the long tests: large, and not on a newcomer's way.
 slurm:

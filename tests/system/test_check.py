@@ -39,6 +39,7 @@ from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
 from phalanx.store.net.token import Token
 from tests.conftest import HUNG, wait_until
+from tests.support.conforming import conforming
 from tests.support.netns import TOKEN, Job, Network, free_port, possible, tell
 from tests.support.run_helpers import PHALANX, Ended, Running, ended, plain_environment, script
 from tests.system.test_tls import Authority
@@ -55,7 +56,7 @@ def with_open_files(count: int) -> list[str]:
 def test_this_machine_as_a_table_and_as_json(tmp_path: Path) -> None:
     words = ["--only", "disk,shm,limits", "--disk", str(tmp_path)]
     done = ended([*CHECK, "--json", *words], plain_environment())
-    told = json.loads(done.out)
+    told = conforming("check", done.out)
     assert done.code == EXIT_CODES[told["fitness"]], done
     assert f"disk {tmp_path}" in [row["check"] for row in told["checks"]]
     assert {row["check"].partition(" /")[0] for row in told["checks"]} >= {"logs", "disk", "shared memory"}
@@ -265,7 +266,7 @@ class CheckedHosts:
 
 def same_everywhere(ends: Sequence[Ended], *codes: int) -> dict[str, Any]:
     """What all nodes have printed, except for each one's own findings."""
-    told = [json.loads(end.out) for end in ends]
+    told = [conforming("check", end.out) for end in ends]
     assert {end.code for end in ends} in [{code} for code in codes], ends
     parts = [{key: one[key] for key in ("fitness", "nodes", "pairs", "notes")} for one in told]
     assert all(part == parts[0] for part in parts), parts

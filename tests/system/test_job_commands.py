@@ -10,6 +10,7 @@ from typing import Any
 
 from phalanx.observe import run_registry
 from tests.conftest import HUNG, wait_until
+from tests.support.conforming import conforming
 from tests.support.netns import free_port
 from tests.support.run_helpers import PHALANX, Running, plain_environment, script
 
@@ -39,7 +40,7 @@ def node(run: str, env: dict[str, str]) -> dict[str, Any] | None:
     done = subprocess.run(
         [PHALANX[0], "status", run, "--json"], env=env, capture_output=True, timeout=HUNG, check=False
     )
-    jobs = [job for job in json.loads(done.stdout) if job["workers"]]
+    jobs = [job for job in conforming("status", done.stdout.decode()) if job["workers"]]
     found: dict[str, Any] | None = jobs[0] if jobs else None
     return found if found and all(worker["step"] for worker in found["workers"]) else None
 
@@ -80,9 +81,13 @@ def test_a_job_is_seen_restarted_stopped_and_remembered(tmp_path: Path) -> None:
         assert [(r["trigger"], r["recovery"]) for r in again["records"]] == [("request", "restart")]
         assert again["restarts"] == 0
         assert "a restart was asked for" in told("logs", run, "--events", env=env)
+        events = told("logs", run, "--events", "--json", env=env).splitlines()
+        assert {conforming("event", line)["kind"] for line in events} >= {"note"}
         assert "stopped" in told("stop", run, env=env)
         assert job.end().code == 143
-    listed = {one["run"]: one["state"] for one in json.loads(told("status", "--all", "--json", env=env))}
+    listed = {
+        one["run"]: one["state"] for one in conforming("runs", told("status", "--all", "--json", env=env))
+    }
     assert listed[run] == "stopped"
     assert run[:16] in told("status", "--all", env=env)
     assert "train.py" in told("status", run, "--all", env=env)
@@ -123,4 +128,5 @@ def told_stacks(run: str, env: dict[str, str]) -> dict[str, bool]:
     )
     if not done.stdout:
         return {}
-    return {one["host"]: bool(one["stack"]) for one in json.loads(done.stdout)["stacks"]}
+    told = conforming("stacks", done.stdout.decode())
+    return {one["host"]: bool(one["stack"]) for one in told["stacks"]}

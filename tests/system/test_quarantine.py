@@ -14,6 +14,7 @@ import pytest
 
 from phalanx.core.exit_codes import UNFIT_NODE
 from tests.conftest import HUNG, gone, wait_until
+from tests.support.conforming import conforming
 from tests.support.netns import Job, tell
 from tests.support.run_helpers import PHALANX, Running, plain_environment
 from tests.system.test_cluster import everybody, succeed
@@ -130,7 +131,7 @@ def test_a_host_is_kept_out_of_all_jobs_by_a_person(tmp_path: Path) -> None:
     (tmp_path / "gpu-4.json").write_text("no JSON")
     (tmp_path / "gpu-5.json").write_text('{"reason": "over", "until": 1}')
     (tmp_path / "gpu-6.json").symlink_to(tmp_path / "gpu-1.json")
-    listed = json.loads(command("quarantine", "list", *at, "--json", env=env))
+    listed = conforming("quarantine", command("quarantine", "list", *at, "--json", env=env))
     assert [one["host"] for one in listed] == ["gpu-1", "gpu-2", "gpu-3"]
     assert listed[0] == {"host": "gpu-1", "reason": "XID 79", "left": None}
     assert 0 < listed[2]["left"] <= 60

@@ -80,7 +80,7 @@ def test_a_job_is_seen_from_a_machine_without_an_agent(tmp_path: Path, elsewhere
         )
         stranger = {**elsewhere, "PHALANX_TOKEN": "other" * 8}
         assert "refused our token" in told("status", *at, env=stranger, code=1)
-        assert "--watch shows a job of this machine" in told("status", *at, "--watch", env=elsewhere, code=2)
+        assert "--watch shows jobs of this machine" in told("status", *at, "--watch", env=elsewhere, code=2)
         assert "choose files of this machine" in told("logs", *at, "--since", "1h", env=elsewhere, code=2)
 
         with Running([*at, "-f"], launcher=[PHALANX[0], "logs"], env=elsewhere) as reader:

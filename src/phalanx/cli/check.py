@@ -32,9 +32,9 @@ DESCRIPTION = """\
 Tests whether this machine is fit for a job: GPUs, memory, shared memory, disk,
 clock, limits, NUMA, CPUs, variables, its name and ports. It changes nothing.
 
-With --rdzv-endpoint, also the way to the store: name, port, token, first answer.
+With --rdzv-endpoint, also the way to the store: name, port, token, answer.
 
-With --nnodes N as well, run on N nodes at the same time, they meet at the endpoint and
+With --nnodes N as well, run on N nodes at the same time, they meet there and
 measure in pairs, twice: over TCP, and with torch's backend (NCCL with GPUs,
 else gloo) where torch is installed. All of them print one verdict.
 """

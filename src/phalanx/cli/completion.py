@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
             parents = [import_module(module).make_parser()]
         parser = commands.add_parser(name, help=about, parents=parents, add_help=not parents)
         if name == "help":
-            parser.add_argument("command", choices=[*COMMANDS, "exit-codes"])
+            parser.add_argument("command", choices=[*COMMANDS, "exit-codes", "schema"])
         for action in parser._actions:
             _describe(action)
     return top

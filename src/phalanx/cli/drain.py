@@ -110,7 +110,9 @@ def _nodes(client: StoreClient, prefix: str) -> dict[str, NodeRecord]:
 
 def make_parser() -> Parser:
     """The options."""
-    parser = Parser("drain", "Let a node leave a running job.")
+    parser = Parser(
+        "drain", "Let a node leave a running job. With --rdzv-endpoint, RUN is the job's --rdzv-id."
+    )
     add_run(parser, required=True)
     about = "the node's name, as the job's messages call it [that of this machine]"
     parser.add_argument("--node", metavar="NODE", default="", help=about)

@@ -57,7 +57,7 @@ phalanx check        whether this machine, and the way to others, is fit
 
 
 def main(argv: Sequence[str]) -> int:
-    """`phalanx help [COMMAND|exit-codes]`."""
+    """`phalanx help [COMMAND | exit-codes | schema [NAME]]`."""
     topic = argv[0] if argv and argv[0] not in ("-h", "--help") else ""
     if topic == "--version":
         from phalanx import __version__
@@ -67,6 +67,8 @@ def main(argv: Sequence[str]) -> int:
     if topic == "exit-codes":
         print("\n".join([EXIT_CODES, *_exit_codes()]))
         return 0
+    if topic == "schema":
+        return _print_schema(argv[1:])
     if topic and topic not in COMMANDS:
         raise usage_error(f"{topic}: no such command; there are {', '.join(PUBLIC)}")
     if topic == "run":
@@ -80,6 +82,16 @@ def main(argv: Sequence[str]) -> int:
         return _own_help(topic)
     else:
         print(overview(), end="")
+    return 0
+
+
+def _print_schema(names: Sequence[str]) -> int:
+    from phalanx.observe.schemas import TYPES, schema
+
+    if len(names) > 1 or not TYPES.keys() >= set(names):
+        raise usage_error(f"schema {' '.join(names)}: choose one of {', '.join(TYPES)}")
+    listed = (f"{name:<12} {title}" for name, (title, _) in TYPES.items())
+    print(schema(names[0]) if names else "\n".join(listed), end="" if names else "\n")
     return 0
 
 
