@@ -204,8 +204,8 @@ def test_node_check(command: str, reason: str | None) -> None:
 
 
 def test_a_node_check_that_hangs_is_killed_with_its_children(tmp_path: Path) -> None:
-    unfit = NodeCheck(f"sleep 1000 & echo $! > {tmp_path}/pid; wait", patience=0.5).run()
-    assert "did not end within 0.5 s" in str(unfit)
+    unfit = NodeCheck(f"sleep 1000 & echo $! > {tmp_path}/pid; wait", patience=3.0).run()
+    assert "did not end within 3 s" in str(unfit)
     pid = int((tmp_path / "pid").read_text())
     wait_until(lambda: gone(pid), "its child")
 
