@@ -7,6 +7,7 @@ import os
 import re
 import select
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -35,6 +36,18 @@ ctypes.CFUNCTYPE(None)(lambda: None)
 # can. More where many trials share one.
 HUNG = float(os.environ.get("HUNG", "120"))
 _ENDING = HUNG / 2  # for what ends by itself; shorter than the sleep of any process in a test
+
+
+def has_ipv6() -> bool:
+    """Whether this machine has a loopback address of IPv6; many containers have none."""
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            return True
+    except OSError:
+        return False
+
+
+needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="no IPv6 here")
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout: float = HUNG) -> None:

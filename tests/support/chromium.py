@@ -16,8 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.conftest import HUNG
+
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
-HUNG = 90.0
 _FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run",
     "--no-default-browser-check", "--disable-background-networking", "--disable-component-update",

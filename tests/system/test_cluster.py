@@ -31,7 +31,7 @@ from phalanx.errors import RendezvousClosedError
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
 from phalanx.store.net.token import Token
-from tests.conftest import HUNG, gone, wait_until
+from tests.conftest import HUNG, gone, needs_ipv6, wait_until
 from tests.support.netns import TOKEN, Job, Node, Worker, free_port, tell
 from tests.support.run_helpers import PHALANX, all_gone, kill_at_once, plain_environment, run
 from tests.system.test_store_server import Proxy
@@ -80,6 +80,7 @@ def test_two_nodes_form_one_world_with_ranks_by_name_and_without_the_token(tmp_p
         assert "ready 2 4" in late.text
 
 
+@needs_ipv6
 def test_nodes_meet_over_ipv6(tmp_path: Path) -> None:
     with Job(tmp_path, "2", f"[::1]:{free_port()}") as job:
         nodes = [job.node(name) for name in "ab"]

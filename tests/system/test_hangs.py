@@ -335,11 +335,18 @@ def test_slow_ranks_are_reported_and_not_stopped(tmp_path: Path, monkeypatch: py
     from phalanx.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
     monkeypatch.setattr(progress, "WINDOW", 0.5)
-    path = script(tmp_path, BEGIN + "for step in range(6, 300 if rank != 1 else 30):\n"
+    go = tmp_path / "go"
+    path = script(tmp_path, BEGIN + f"while not os.path.exists({str(go)!r}):\n    step += 1\n"
                   "    worker.heartbeat(step)\n    time.sleep(0.01 if rank != 1 else 0.1)\n")  # fmt: skip
     spec = WorkerSpec("w", 3, SoloRendezvous("r", "phalanx"), entrypoint=sys.executable, args=(path,))
     notes: list[str] = []
-    options = AgentOptions(note=notes.append)
+
+    def note(line: str) -> None:
+        notes.append(line)
+        if "slow" in line:
+            go.touch()
+
+    options = AgentOptions(note=note)
     agent = LocalElasticAgent(spec, DefaultLogsSpecs(str(tmp_path / "logs")), options=options)
     assert not agent.run().is_failed()
     slow = [line for line in notes if "slow" in line]

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import HUNG
+from tests.conftest import HUNG, needs_ipv6
 
 dist = pytest.importorskip("torch.distributed")
 
@@ -245,6 +245,7 @@ def test_reset_ends_the_old_round(server: Server) -> None:
     assert new.num_keys() == 0
 
 
+@needs_ipv6
 def test_listening_on_every_address() -> None:
     server = Server("::")
     try:

@@ -29,8 +29,7 @@ from phalanx.agent.logs.followed_file import BLOCK
 from phalanx.agent.logs.log_follower import Containing, LogFollower
 from phalanx.agent.logs.repeated_tracebacks import RepeatedTracebacks
 from phalanx.elastic.multiprocessing.tail_log import TailLog, tail_logfile
-
-HUNG = 20.0
+from tests.conftest import HUNG
 
 
 @pytest.fixture(autouse=True)
@@ -695,10 +694,12 @@ def test_an_idle_follower_uses_no_cpu_and_does_not_wake(
         with open(f"/proc/self/task/{thread.native_id}/status") as status:
             return sum(int(line.split()[1]) for line in status if "ctxt_switches" in line)
 
-    time.sleep(0.2)  # the last timers of the burst
-    before = switches()
-    time.sleep(0.5)
-    assert switches() - before <= 2
+    def idle() -> bool:
+        before = switches()
+        time.sleep(0.5)  # the span that is measured
+        return switches() - before <= 2
+
+    assert any(idle() for _ in range(20)), "after the last timers of the burst"
 
 
 # ---- TailLog

@@ -18,6 +18,7 @@ from phalanx.errors import StoreConnectionError, StoreError, StoreTimeoutError
 from phalanx.store.tcpstore import protocol as tcp
 from phalanx.store.tcpstore.model import TorchStoreModel
 from phalanx.store.tcpstore.server import TorchStoreServer
+from tests.conftest import HUNG, needs_ipv6
 
 HELLO = b"\x00" + struct.pack("=I", tcp.MAGIC)
 SIZE = struct.Struct("=Q")
@@ -366,7 +367,7 @@ class Peer:
     """A plain socket that speaks the protocol."""
 
     def __init__(self, server: TorchStoreServer, hello: bytes = HELLO) -> None:
-        self.sock = socket.create_connection(server.address, timeout=30)
+        self.sock = socket.create_connection(server.address, timeout=HUNG)
         self.sock.sendall(hello)
 
     def __enter__(self) -> Peer:
@@ -535,7 +536,7 @@ class TestServer:
                 server.reset()
             else:
                 server.close()
-            thread.join(30)
+            thread.join(HUNG)
         assert not thread.is_alive()
         assert outcome == [b"v"] if end == "set" else isinstance(outcome[0], StoreError)
 
@@ -562,11 +563,13 @@ class TestLife:
             assert peer.closed()
         server.close()
 
-    @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "0.0.0.0", "::", ""])
+    @pytest.mark.parametrize(
+        "host", ["127.0.0.1", "localhost", "0.0.0.0", pytest.param("::", marks=needs_ipv6), ""]
+    )
     def test_where_it_listens(self, host: str) -> None:
         with TorchStoreServer(host) as server:
             assert server.address[1] == server.port > 0
-            with socket.create_connection(("127.0.0.1", server.port), timeout=30) as sock:
+            with socket.create_connection(("127.0.0.1", server.port), timeout=HUNG) as sock:
                 sock.sendall(HELLO + encode((tcp.PING, [5])))
                 assert sock.recv(4) == struct.pack("=I", 5)
 
