@@ -84,9 +84,12 @@ versions: etcd
 # takes all other packages from $(VENV). The build has its libraries for GPUs, which it needs to load: 5 GB.
 NEWEST_TORCH ?= 2.15.0
 NEWEST := $(VENV)-torch
-NEWEST_TESTS := tests/unit/test_parity.py tests/unit/test_parity_behaviour.py tests/unit/test_torch_paths.py \
-  tests/unit/test_config.py tests/system/test_torch_jobs.py tests/system/test_collective_hangs.py \
-  tests/system/test_reentry.py::test_groups_of_other_backends_are_aborted
+NEWEST_TESTS := $(addprefix tests/unit/test_,$(addsuffix .py,parity parity_behaviour torch_paths torch_errors \
+    torch_client torch_messages config numa record error_file synchronize timers events health)) \
+  $(addprefix tests/system/test_,$(addsuffix .py,torch_jobs torch_store collective_hangs agent_steps environment \
+    store_functions rendezvous_backend timers swap reentry mismatched_nodes cluster))
+# Of modules that are about more than torch, the tests that have it in their names.
+NEWEST_ONLY := torch or parity or config or collective or gloo or aborted
 $(NEWEST)/.torch-$(NEWEST_TORCH): $(READY) $(VENV)/.torch
 	@$(BIN)/python -m venv --clear $(NEWEST)
 	@$(BIN)/python -c "import sysconfig; print('import site; site.addsitedir(%r)' % sysconfig.get_path('purelib'))" \
@@ -96,7 +99,8 @@ $(NEWEST)/.torch-$(NEWEST_TORCH): $(READY) $(VENV)/.torch
 	@touch $@
 
 torch-newest: $(NEWEST)/.torch-$(NEWEST_TORCH)
-	$(NEWEST)/bin/python -m pytest -q -n $(JOBS) --dist worksteal -p no:cacheprovider $(NEWEST_TESTS)
+	$(NEWEST)/bin/python -m pytest -q -n $(JOBS) --dist worksteal -p no:cacheprovider $(NEWEST_TESTS) \
+	  -k "$(NEWEST_ONLY)"
 
 # Coverage of all processes, by the tests named in COVER; no module of the core may be below 95 %.
 COVER  ?= tests/unit tests/simulation

@@ -142,7 +142,9 @@ def test_a_backend_whose_recorder_has_another_name_and_no_completion(tmp_path: P
     (line,) = verdicts(end)
     assert "rank 1 never entered all_reduce #4 of the default group (last was all_reduce #3)" in line, end
     (report,) = tmp_path.glob("logs/*/attempt_0/hang.txt")
-    text = "net 2/é: the last is all_reduce #4 of the default group on ranks 0, 2; whether it completed is"
+    text = (
+        "net 2/é: the last is all_reduce #4 of the default group on ranks 0, 2; whether it completed is not"
+    )
     assert text in report.read_text()
 
 

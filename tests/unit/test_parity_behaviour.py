@@ -191,6 +191,21 @@ def fault_handler(lib: Library) -> str:
     )
 
 
+def own_fault_handler(lib: Library) -> str:
+    """Whether a crash is still written to the file that the program has chosen before."""
+    return in_python(
+        lib,
+        f"import faulthandler, os, resource, tempfile; from ROOT.{ERRORS} import ErrorHandler\n"
+        "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+        "with tempfile.TemporaryFile() as file:\n"
+        "    faulthandler.enable(file)\n"
+        "    ErrorHandler().initialize()\n"
+        "    pid = os.fork()\n"
+        "    if not pid: os.abort()\n"
+        "    print(os.waitpid(pid, 0)[1], os.fstat(file.fileno()).st_size > 0)\n",
+    )
+
+
 # -- names with an underscore that packages import ----------------------------------------------------------
 
 
@@ -627,6 +642,12 @@ BEHAVIOUR = [
     Behaviour("failures", "the report of a signal names it", report_of_a_signal),
     Behaviour("failures", "`record`: exceptions and failed children", recorded),
     Behaviour("failures", "`ErrorHandler.initialize` enables faulthandler", fault_handler),
+    Behaviour(
+        "failures",
+        "`ErrorHandler.initialize` where faulthandler is enabled",
+        own_fault_handler,
+        "left as it is: the report has the stack from the file that was chosen; in torch it goes to stderr",
+    ),
     Behaviour("agents", "`agent.server.api._RoleInstanceInfo`", roles),
     Behaviour("agents", "`agent.server.api._get_fq_hostname`", host_name),
     Behaviour("launching", "`launcher.api._get_entrypoint_name`", entrypoint_names),
