@@ -162,6 +162,38 @@ def test_a_subclass_may_set_up_health_and_watchdog_in_its_own_way(
     assert said.read_text() == ("set timer\n" if ours else "set \n") * 2
 
 
+EXPIRES = """
+import os, signal
+from phalanx.elastic import timer
+timer.configure(timer.FileTimerClient(os.environ["TORCHELASTIC_TIMER_FILE"]))
+with timer.expires(0.1, "step"):
+    signal.pause()
+"""
+
+
+def test_a_subclass_learns_of_the_watchdogs_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ENABLE_FILE_TIMER", "1")
+    told: list[tuple[str, int | None, str | None]] = []
+
+    class Told(LocalElasticAgent):
+        def _log_watchdog_event(self, name: str, request: Any) -> None:
+            about = (None, None) if request is None else (request.worker_pid, request.scope_id)
+            told.append((name, *about))
+            super()._log_watchdog_event(name, request)
+
+    spec = WorkerSpec(
+        "r", 1, SoloRendezvous("run"), entrypoint=sys.executable, args=("-c", EXPIRES), max_restarts=0
+    )
+    (failure,) = Told(spec, DefaultLogsSpecs(str(tmp_path))).run().failures.values()
+    assert failure.exitcode == -signal.SIGKILL
+    assert told == [
+        ("watchdog started", None, None),
+        ("timer expired", failure.pid, "step"),
+        ("kill worker process", failure.pid, "step"),
+        ("watchdog stopped", None, None),
+    ]
+
+
 def test_an_object_like_a_spec_will_do(tmp_path: Path) -> None:
     few = types.SimpleNamespace(local_world_size=1, max_restarts=1, rdzv_handler=SoloRendezvous("run"))
     agent = LocalElasticAgent(few, DefaultLogsSpecs(str(tmp_path)))  # type: ignore[arg-type]

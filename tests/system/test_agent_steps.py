@@ -379,6 +379,44 @@ def test_a_signal_is_raised_out_of_the_step(where: str, tmp_path: Path) -> None:
         thread.join(HUNG)
 
 
+NOTES_SIGNALS = """
+import os, signal
+def note(number, frame):
+    with open(os.environ["MARK"], "a") as file:
+        file.write(f"{number} ")
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGTERM, note)
+    note("up", None)
+    while True:
+        signal.pause()
+"""
+
+
+def test_a_stop_by_a_subclass_has_its_signal_and_timeout(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = tmp_path / "mark"
+    monkeypatch.setenv("MARK", str(mark))
+
+    class Interrupting(LocalElasticAgent):
+        def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+            if self._remaining_restarts == 1:
+                up = mark.exists() and mark.read_text() == "up "
+                return RunResult(WorkerState.UNHEALTHY if up else WorkerState.HEALTHY)
+            return super()._monitor_workers(worker_group)
+
+        def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+            super()._shutdown(signal.SIGINT, 1)
+
+    spec = spec_of(NOTES_SIGNALS, local_world_size=1, max_restarts=1)
+    begin = time.monotonic()
+    agent = Interrupting(spec, DefaultLogsSpecs(str(tmp_path / "logs")), shutdown_timeout=2 * HUNG)
+    assert agent.run().state is WorkerState.SUCCEEDED
+    assert mark.read_text() == f"up {int(signal.SIGINT)} "
+    assert time.monotonic() - begin < HUNG  # it was killed after its second, not after `shutdown_timeout`
+
+
 def test_errors_come_out_of_the_steps(tmp_path: Path) -> None:
     class Broken(SoloRendezvous):
         immediate = False

@@ -49,6 +49,8 @@ class RunLog:
         self._group = group
         self._policy = policy
         self._begin = time.monotonic()
+        if destination != "null":
+            events.host_name()  # now: it may wait for DNS, and the owner loop must not
         self._since: dict[str, float] = {}  # when the steps that are under way began
 
     def take(self, happened: Happened) -> None:

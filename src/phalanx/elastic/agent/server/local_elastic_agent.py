@@ -145,22 +145,28 @@ class LocalElasticAgent(SimpleElasticAgent):
         return workers.take_start()
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        sig, grace = self._stop_terms
         if "_shutdown" in self._overridden:
-            self._shutdown(timeout=self._shutdown_timeout)  # type: ignore[arg-type]  # torch: an int
+            self._shutdown(sig, timeout=grace)  # type: ignore[arg-type]  # torch: an int
         else:
-            self._stop_group()
+            self._stop_group(sig, grace)
 
-    def _stop_group(self) -> None:
+    @property
+    def _stop_terms(self) -> tuple[signal.Signals, float]:
+        """Signal and grace of the stop that the core asked for, else those of the job."""
+        sig, grace = self._loop.stop_terms or (self._loop.policy.stop_signal, self._loop.policy.grace)
+        return signal.Signals(sig), grace
+
+    def _stop_group(self, sig: signal.Signals, grace: float) -> None:
         workers, loop = self._workers, self._stepped
-        sig, grace = loop.stop_terms or (loop.policy.stop_signal, loop.policy.grace)
         if self._own_context is not None:
-            self._own_context.close(signal.Signals(sig), int(self._shutdown_timeout))
+            self._own_context.close(sig, int(grace))
         workers.stop(sig, grace)
         loop.pump(lambda: workers.idle)
 
     def _clear(self) -> tuple[str, ...]:
         if not self._workers.idle:
-            self._stop_group()
+            self._stop_group(*self._stop_terms)
         return self._workers.take_stop()
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
@@ -192,7 +198,7 @@ class LocalElasticAgent(SimpleElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         if self._running and not self._ending:  # from `_stop_workers`: there are more workers to come
-            self._stop_group()
+            self._stop_group(death_sig, min(timeout, self._stop_terms[1]))
             return
         if self._own_context is not None:
             self._own_context.close(death_sig, timeout)
