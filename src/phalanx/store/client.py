@@ -139,7 +139,6 @@ class StoreClient(ABC):
         return waiting.reply
 
     def get(self, key: str) -> Entry | None:
-        """One key, or None."""
         entries = self.request(Get(key)).entries
         return entries[0] if entries else None
 

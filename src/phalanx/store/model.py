@@ -164,7 +164,6 @@ class Model:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All of them."""
         return tuple(self._entries)
 
     @property
@@ -386,7 +385,6 @@ class Model:
 
     @property
     def next_lease(self) -> int:
-        """The number of the next lease."""
         return self._next_lease
 
     def begin_incarnation(self, first_lease: int) -> None:

@@ -184,7 +184,7 @@ def begin_again(found: Round, mod: int, leader: int, options: Options, remaining
     """The request of a newcomer that finds no leader, or a closed job, and `remaining` nodes of it.
 
     With nodes left the reply only shows whether the round is still this one. With none left, the first
-    newcomer begins anew; the others see its round. It must not do so over a leader that was elected since it
+    newcomer begins again; the others see its round. It must not do so over a leader that was elected since it
     looked: from then on only the leader's rounds count. `leader`: the revision of the leader's key, as known.
     A job that was not closed keeps its number: some of its nodes may be alive, and return when they reach the
     store again."""
