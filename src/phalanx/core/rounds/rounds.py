@@ -567,12 +567,12 @@ def count(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
-def listing(names: Any, limit: int = _NAMED) -> str:
+def listing(names: Any) -> str:
     """Names in natural order, cut short when they are many."""
     ordered = list(names)
     if len(ordered) <= 64:  # natural order costs too much for thousands, of which few are shown
-        return " ".join(sorted(ordered, key=natural_key)[:limit]) + _more(len(ordered) - limit)
-    return " ".join(sorted(sorted(ordered)[:limit], key=natural_key)) + _more(len(ordered) - limit)
+        return " ".join(sorted(ordered, key=natural_key)[:_NAMED]) + _more(len(ordered) - _NAMED)
+    return " ".join(sorted(sorted(ordered)[:_NAMED], key=natural_key)) + _more(len(ordered) - _NAMED)
 
 
 def _more(number: int) -> str:
