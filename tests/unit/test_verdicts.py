@@ -31,7 +31,7 @@ ENDED_BY_OTHER = PeerFailed("other", 3, 1, "exit code 3", final=True)
             NEXT._replace(restarts=2, cause=CAUSE),
             "",
             False,
-            PeerFailed("other", 3, 2, "exit code 3", delay=2.0, anew=True, ranks=(1,)),
+            PeerFailed("other", 3, 2, "exit code 3", delay=2.0, fresh=True, ranks=(1,)),
         ),
         (NEXT._replace(cause=FINAL), "", False, ENDED_BY_OTHER),  # written by a leader that cannot read it
         (FAILED, "", False, ENDED_BY_OTHER),

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from phalanx.cluster.handler import RendezvousInfo
     from phalanx.core.group.events import Finish
 
-_FAREWELL = 30.0  # seconds for a rendezvous to be left or closed; a plug-in may hang
+_DEPARTURE = 30.0  # seconds for a rendezvous to be left or closed; a plug-in may hang
 
 
 class Agent(AgentView):
@@ -206,7 +206,7 @@ class Agent(AgentView):
             if loop.finish is None:  # an error in a step or in the agent
                 loop.nodes.abandon()
             loop.nodes.release()
-            loop.drain(lambda: loop.nodes.closed, limit=_FAREWELL)
+            loop.drain(lambda: loop.nodes.closed, limit=_DEPARTURE)
 
     def _stop_rest(self, sig: signal.Signals | None) -> None:
         """At the end: stop the workers, if any are left, and give back all that they needed."""

@@ -53,12 +53,10 @@ class AgentView:
 
     @property
     def workers(self) -> NodeWorkers:
-        """The workers of this node."""
         return self._loop.workers
 
     @property
     def nodes(self) -> Nodes:
-        """The other nodes."""
         return self._loop.nodes
 
     @property

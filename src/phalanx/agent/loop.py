@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     Posted = Event | Callable[[], None]
 
-_HURRIED = 1.0  # seconds for the rest of a farewell after a signal
+_HURRIED = 1.0  # seconds for the rest of a departure after a signal
 
 
 class OwnerLoop:

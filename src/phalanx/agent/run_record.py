@@ -100,7 +100,6 @@ class RunRecord:
             self.stream.settle()
 
     def end(self, finish: Finish | None, result: RunResult, attempt: int) -> None:
-        """The run is over."""
         self.stream.publish(RunEnded(finish, result, attempt, self.workers_recorded))
 
     def _incident(self, incident: Incident) -> None:

@@ -77,8 +77,8 @@ class ElasticNodes:
         self.worker_ranks: list[WorkerRanks] | None = None
         self._meeting: Meeting | None = None
         self._unfit = False  # this node could not start its workers: it leaves, and the others go on
-        self._parted = False  # a farewell has begun
-        self._farewells = 0
+        self._parted = False  # its departure has begun
+        self._departures = 0
         self.failure: NodeFailure | None = None  # what ended the job, the same on every node
         self.error: RendezvousError | None = None  # what ended it here, where no worker did
         self.on_request: RequestHandler | None = None
@@ -86,7 +86,7 @@ class ElasticNodes:
 
     @property
     def job_goodput(self) -> JobGoodput | None:
-        return self._membership.farewell.job_goodput
+        return self._membership.last_requests.job_goodput
 
     def keep_goodput(self, totals: GoodputTotals) -> None:
         self._membership.commands.keep_goodput(totals)
@@ -205,7 +205,7 @@ class ElasticNodes:
         # With the host of the store the job would lose its store: its failure is the job's.
         self._unfit = command.unfit and not self._membership.hosting
         failure = NodeFailure(
-            command.summary, final, text, code, command.delay, command.anew, command.ranks[:64]
+            command.summary, final, text, code, command.delay, command.fresh, command.ranks[:64]
         )
         self._membership.failed(command.round, failure, self._unfit, only_lost_peers)
 
@@ -224,7 +224,7 @@ class ElasticNodes:
             self._membership.leave(ending.message, ending.preempted)
 
     def leave(self, number: int, reason: str) -> None:
-        self._begin_farewell(lambda: self._part(number, reason))
+        self._depart(lambda: self._part(number, reason))
 
     def close(self, number: int, command: events.CloseRendezvous, at_failure: Callable[[], None]) -> None:
         """Only the leader declares the job over: with a failure, this node waits until it has."""
@@ -237,14 +237,14 @@ class ElasticNodes:
                     self._membership.ended.wait(_LAST_WORD)
             self._part(number, command.reason)
 
-        self._begin_farewell(go)
+        self._depart(go)
 
     def abandon(self) -> None:
-        self._begin_farewell(self._handler.shutdown)
+        self._depart(self._handler.shutdown)
 
     def release(self) -> None:
         if not self._parted:
-            self._begin_farewell(self._membership.release)
+            self._depart(self._membership.release)
 
     @property
     def _is_member(self) -> bool:
@@ -257,33 +257,33 @@ class ElasticNodes:
             self._membership.ended.wait(_LAST_WORD)
         self._membership.release()
 
-    def _begin_farewell(self, go: Callable[[], object]) -> None:
+    def _depart(self, go: Callable[[], object]) -> None:
         """In a thread: the store may be slow, and signals are answered meanwhile."""
         import threading
 
         self._parted = True
-        self._farewells += 1
+        self._departures += 1
         if self.on_end is not None:
-            farewell = self._membership.farewell
-            farewell.shares_goodput, farewell.goodput = True, self.on_end()
+            last = self._membership.last_requests
+            last.shares_goodput, last.goodput = True, self.on_end()
 
         def run() -> None:
             try:
                 go()
             finally:
-                self._post(self._farewell_over)
+                self._post(self._departed)
 
-        threading.Thread(target=run, name="phalanx-farewell", daemon=True).start()
+        threading.Thread(target=run, name="phalanx-departure", daemon=True).start()
 
-    def _farewell_over(self) -> None:
-        self._farewells -= 1
+    def _departed(self) -> None:
+        self._departures -= 1
         meeting, self._meeting = self._meeting, None
         if meeting is not None and meeting.served is not None:
             meeting.served.close()
 
     @property
     def closed(self) -> bool:
-        return self._farewells == 0
+        return self._departures == 0
 
     # As the membership's listener
 

@@ -60,7 +60,7 @@ class HandlerNodes:
         self.error: BaseException | None = None  # what the handler raised last
         self.on_request: RequestHandler | None = None  # there is no way for others to ask
         self._asking: threading.Event | None = None  # set: the thread that asks for waiting nodes ends
-        self._farewells = 0
+        self._departures = 0
 
     def _call(self, name: str, function: Callable[[], events.Event | Callable[[], None] | None]) -> Any:
         """Call in a thread, unless the handler never waits; what it returns is posted."""
@@ -202,23 +202,23 @@ class HandlerNodes:
         """Handlers learn of it when the workers are gone."""
 
     def leave(self, number: int, reason: str) -> None:
-        self._say_farewell(self._handler.leave)
+        self._depart(self._handler.leave)
 
     def close(self, number: int, command: events.CloseRendezvous, at_failure: Callable[[], None]) -> None:
-        self._say_farewell(
+        self._depart(
             *([at_failure] if command.job_failed else []),
             self._handler.shutdown,
         )
 
     def abandon(self) -> None:
-        self._say_farewell(self._handler.shutdown)
+        self._depart(self._handler.shutdown)
 
     def release(self) -> None:
         self._stop_asking()
 
-    def _say_farewell(self, *calls: Callable[[], object]) -> None:
+    def _depart(self, *calls: Callable[[], object]) -> None:
         self._stop_asking()
-        self._farewells += 1
+        self._departures += 1
 
         def go() -> Callable[[], None]:
             try:
@@ -228,13 +228,13 @@ class HandlerNodes:
                 from phalanx.log import warn
 
                 warn(f"the rendezvous could not be closed: {type(error).__name__}: {error}")
-            return self._farewell_over
+            return self._departed
 
-        self._call("farewell", go)
+        self._call("departure", go)
 
-    def _farewell_over(self) -> None:
-        self._farewells -= 1
+    def _departed(self) -> None:
+        self._departures -= 1
 
     @property
     def closed(self) -> bool:
-        return self._farewells == 0
+        return self._departures == 0

@@ -117,7 +117,7 @@ class GoodputExchange:
         """Add up. With `nodes`, the prefix of their keys, wait for the last figures of those that are there;
         without, as in a job that is being stopped, not long, for those of all nodes that have ever given any.
 
-        Without figures of its own, this node tells the others not to wait."""
+        Without figures of its own, this node lets the others not wait."""
         if own is None:
             none = json.dumps({"job": self._job}).encode()
             self._client.request(Put(total_key(self._run_id), none), PATIENCE)

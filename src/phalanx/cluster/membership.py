@@ -3,7 +3,7 @@
 Everything that happens is a call in one queue, carried out by one thread, so nothing here needs a lock. The
 membership reports to a `Listener`, in order and from its thread. Its parts have one noun each: `StoreLink` is
 the connection, `StoreHost` the store where this node serves it, `Meetings` where the workers of a round meet;
-`JobCommands`, `SharedStatus` and `Farewell` write and read what has its own keys.
+`JobCommands`, `SharedStatus` and `LastRequests` write and read what has its own keys.
 
 Beyond what `core.rounds.participant` decides, this shell
 - publishes a failure at once, while the node's other workers are still being stopped;
@@ -19,8 +19,8 @@ import threading
 from typing import NamedTuple
 
 from phalanx.cluster.clock import clock
-from phalanx.cluster.farewell import Farewell
 from phalanx.cluster.job_commands import JobCommands
+from phalanx.cluster.last_requests import LastRequests
 from phalanx.cluster.meetings import Meetings
 from phalanx.cluster.mismatches import Mismatches
 from phalanx.cluster.node_requests import NodeRequests
@@ -111,7 +111,7 @@ class Membership:
         self.host = StoreHost(settings, self.post, self._mismatches, self.line, self._lose)
         self.meetings = Meetings(settings, self.host, open_meeting, shares_port)
         self.commands = JobCommands(self)
-        self.farewell = Farewell(settings)
+        self.last_requests = LastRequests(settings)
         self._status = SharedStatus(self)
         self._questions = NodeRequests(
             lambda: self.info.id, lambda: self.host.shows_token, self._asked, self.commands.answer
@@ -130,12 +130,10 @@ class Membership:
         self._calls.put(call)
 
     def start(self) -> None:
-        """Join."""
         self._thread.start()
 
     @property
     def started(self) -> bool:
-        """Whether `start` was called."""
         return self._thread.ident is not None
 
     def workers_gone(self, number: int) -> None:
@@ -182,7 +180,6 @@ class Membership:
 
     @property
     def client(self) -> StoreClient | None:
-        """The client of the store."""
         return self.link.client
 
     @property
@@ -232,7 +229,7 @@ class Membership:
             while not self._released:
                 self._calls.get()
             if self.link.client is not None and self.participant is not None:
-                self.farewell.say(self.link.client, self.participant, self.meetings.rank, self.hosting)
+                self.last_requests.send(self.link.client, self.participant, self.meetings.rank, self.hosting)
         finally:
             self.host.stop_looking()
             self.link.hang_up()

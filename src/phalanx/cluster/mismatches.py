@@ -36,12 +36,12 @@ class Mismatches:
 
     def refused(self, host: str, why: str) -> None:
         """The store here has turned a node away."""
-        self._say(("refused", f"{host} {why}"), f"refused a node at {host}: {why}")
+        self._note_once(("refused", f"{host} {why}"), f"refused a node at {host}: {why}")
 
     def visited(self, host: str) -> None:
         """A host speaks torch's protocol, as the workers of a round do, and there is no round yet."""
         what = "speaks the protocol of torch's store, and no worker runs yet: does that node run torchrun?"
-        self._say(("visited", host), f"a program at {host} {what} Start every node with phalanx run")
+        self._note_once(("visited", host), f"a program at {host} {what} Start every node with phalanx run")
 
     def publish(self, participant: Participant) -> Command | None:
         """What this node writes once per lease: its --nnodes, as the leader or because it has another one."""
@@ -68,13 +68,13 @@ class Mismatches:
             return
         self._disagrees |= key == KEY
         who = "the leader" if key == KEY else name
-        self._say(
+        self._note_once(
             ("nnodes", f"{who} {theirs}"),
             f"{who} was started with --nnodes {theirs}, and this node with {self._wanted}: the leader's "
             "counts; give every node the same",
         )
 
-    def _say(self, what: tuple[str, str], text: str) -> None:
+    def _note_once(self, what: tuple[str, str], text: str) -> None:
         if what not in self._said and sum(kind == what[0] for kind, _ in self._said) < _MOST:
             self._said.add(what)
             self.remark(Remark(text))

@@ -92,7 +92,7 @@ def ask_nodes(
     """Ask every node of a job but `asker`: the answers by node id, and how many nodes did not answer.
 
     Waits, at most `timeout` seconds in all; raises StoreError if the store does not answer."""
-    import msgspec.json  # noqa: F401 - in this thread, which may wait, and not in the one that hears answers
+    import msgspec.json  # noqa: F401 - in this thread, which may wait, and not in the one that gets answers
 
     prefix, told = f"job/{run_id}/", told_prefix(run_id)
     number, question = encode_question(request, asker)
@@ -130,7 +130,7 @@ def ask_nodes(
 
 
 class NodeRequests:
-    """This node's part: hears the questions in `ctl/`, and has them answered, each once.
+    """This node's part: reads the questions in `ctl/`, and has them answered, each once.
 
     `handle(request, answer)` is called in the membership's thread; `send` writes the answer."""
 

@@ -97,7 +97,6 @@ class StoreLink:
             pass  # the connection has ended for good, and `lost` is in the queue
 
     def reached(self) -> None:
-        """It is connected."""
         self._refused_since = None
 
     def refused(self, at: float) -> bool:

@@ -37,7 +37,6 @@ class StoreFacade:
         self._timeout = timeout
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Set a key."""
         self._request(Put(self._key(key), _bytes(value)))
 
     def get(self, key: str) -> bytes:
@@ -88,7 +87,6 @@ class StoreFacade:
         return len(self.list_keys())
 
     def list_keys(self) -> list[str]:
-        """All keys, in order."""
         found = self._request(Get(self._prefix, prefix=True)).entries
         return [entry.key.removeprefix(self._prefix) for entry in found]
 
@@ -108,7 +106,7 @@ class StoreFacade:
         self._await(keys, self._timeout if timeout is None else timeout)
 
     def subscribe(self, prefix: str, heard: Callable[[str, bytes], None]) -> Callable[[], None]:
-        """Hear of every key that is set below a prefix, those that are there first; what is returned ends it.
+        """Watch every key that is set below a prefix, those that are there first; what is returned ends it.
 
         `heard` is called in the client's thread, and for the first ones in the caller's.
         """

@@ -38,7 +38,6 @@ class StatusLine:
     # For nodes that wait
 
     def wait(self, now: float) -> None:
-        """A wait begins."""
         self._waiting_since, self._shown_at = now, None
 
     @property
@@ -54,7 +53,6 @@ class StatusLine:
         return None if unchanged else self._shown_at + SHOW_EVERY
 
     def show(self, now: float) -> str:
-        """Show it now."""
         self._shown_at, self._shown = now, self.text
         return self.words(now)
 
@@ -67,6 +65,5 @@ class StatusLine:
         return self._written_at + WRITE_EVERY if forming else None
 
     def write(self, now: float) -> bytes:
-        """What to write now."""
         self._written, self._written_at = self.text, now
         return self.words(now).encode()

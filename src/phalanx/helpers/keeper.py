@@ -265,10 +265,11 @@ class ZygoteWatch:
         while True:
             ready = {fd for fd, _ in self._poll.poll(self._patience())}
             if self._reports in ready:
-                self._hear_imports()
+                self._read_import_reports()
             agent = self._agent
             if self._launch.fileno() in ready:
-                self._hear_zygote()  # before a look at the agent: it may have gone because its zygote is kept
+                # Before a look at the agent: it may have gone because its zygote is kept.
+                self._read_zygote_reports()
             elif agent is not None and agent in ready:
                 self._poll.unregister(agent)
                 self._agent = None
@@ -306,7 +307,7 @@ class ZygoteWatch:
         if self._agent is not None:
             self._poll.register(self._agent, select.POLLIN)
 
-    def _hear_imports(self) -> None:
+    def _read_import_reports(self) -> None:
         """How the imports go."""
         text = os.read(self._reports, 1 << 16)
         self._late_at = time.monotonic() + _IMPORT_LIMIT  # per module, not for all of them
@@ -315,7 +316,7 @@ class ZygoteWatch:
         if not text:
             self._poll.unregister(self._reports)
 
-    def _hear_zygote(self) -> None:
+    def _read_zygote_reports(self) -> None:
         agent, self._agent = self._agent, None
         if agent is not None:
             self._poll.unregister(agent)  # `read` may close it

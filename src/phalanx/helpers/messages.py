@@ -340,7 +340,6 @@ _KINDS = {name: kind for name, kind in globals().items() if isinstance(kind, typ
 
 
 def dump(message: Record) -> bytes:
-    """The bytes of a message."""
     return marshal.dumps(_plain(message))
 
 

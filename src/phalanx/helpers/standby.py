@@ -139,7 +139,6 @@ class StandbyPool:
     # -- making them ------------------------------------------------------------------------------
 
     def take_in(self, worker: Standby) -> None:
-        """A worker has parked."""
         self._all[worker.pid] = worker
         self._poll.register(worker.channel.fileno(), select.POLLIN)
 
@@ -202,7 +201,7 @@ class StandbyPool:
 
     # -- watching them ----------------------------------------------------------------------------
 
-    def hear(self, ready: set[int]) -> None:
+    def read(self, ready: set[int]) -> None:
         """Read what standbys have sent."""
         for one in self._all.values():
             if one.channel.fileno() in ready and self._read(one):

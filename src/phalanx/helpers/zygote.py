@@ -7,10 +7,7 @@
 * The agent gets a pidfd of every worker, and sees an exit although the zygote is stopped (witness.py).
 * At the end of the node's lease it kills the workers: the agent may be stopped (lease_timer.py). If both are
   stopped, the keeper kills the zygote, and the workers with it.
-* If the zygote dies, the kernel kills its workers' process groups (guard.py), whoever else is left.
-* If any of the three dies, the others kill all remaining processes. Agent: the zygote's socket closes, and
-  it kills everything. Zygote: the workers die by the parent-death signal, and the keeper (keeper.py) adopts
-  and kills their children. Keeper: the zygote kills everything and exits.
+* If agent, keeper or zygote dies, the others kill all remaining processes (docs/design.md has the table).
 * All or nothing: workers are forked, set up, and held at a gate; none of them runs the user's program until
   all have arrived there.
 * If the agent asked for it at the start, the zygote stops the rest of a group as soon as one worker fails,
@@ -106,10 +103,10 @@ class Zygote:
             if self._wake_read in ready:
                 kernel.drain(self._wake_read)
             self._reap()
-            self._hear_workers(ready)
-            self.standbys.hear(ready)
+            self._read_workers(ready)
+            self.standbys.read(ready)
             self.standbys.check(time.monotonic())
-            self._tell_of_standbys()
+            self._report_standbys()
             if self._keeper.fileno() in ready:
                 break
             if self._lease in ready:
@@ -244,7 +241,7 @@ class Zygote:
                 break  # out of resources: restarts are slower
             if channel is not None:
                 self._be_standby(channel, plan, rank)
-        self._tell_of_standbys(always=True)
+        self._report_standbys(always=True)
 
     def _be_standby(self, channel: Channel, plan: messages.StandbyPlan, rank: int) -> NoReturn:
         """In the fork: wait, then become a worker."""
@@ -290,7 +287,7 @@ class Zygote:
         channels = (self.channel, self._keeper, *self.standbys.channels(), *links)
         return ours | {channel.detach() for channel in channels}
 
-    def _tell_of_standbys(self, always: bool = False) -> None:
+    def _report_standbys(self, always: bool = False) -> None:
         """What has changed: the agent shows how many there are."""
         parked = self.standbys.parked()
         if always or parked != self._parked:
@@ -468,11 +465,11 @@ class Zygote:
         for pid, status in reap():
             worker = None if self.standbys.lost(pid, status) else self._take_out(pid)
             if worker:
-                self._hear(worker)  # its last words
+                self._read_worker(worker)  # its last words
                 self._end_link(worker)
                 ended.append((worker, os.waitstatus_to_exitcode(status), time.time()))
         if self.at_failure and not self.stop and any(code for _, code, _ in ended):
-            self._hear_workers()  # one may have said a moment ago that it re-enters
+            self._read_workers()  # one may have said a moment ago that it re-enters
             if not any(worker.reenters for worker in self.workers.values()):
                 self._stop_others(*self.at_failure)
         for worker, code, when in ended:
@@ -503,17 +500,17 @@ class Zygote:
         if closes:
             channel.close()
 
-    def _hear_workers(self, ready: set[int] | None = None) -> None:
-        """Workers tell that they re-enter, that they have parked, or that they cannot."""
+    def _read_workers(self, ready: set[int] | None = None) -> None:
+        """Workers report that they re-enter, that they have parked, or that they cannot."""
         for worker in list(self.workers.values()):
             if worker.channel is None or (ready is not None and worker.channel.fileno() not in ready):
                 continue
-            if self._hear(worker):
+            if self._read_worker(worker):
                 self._end_link(worker)
                 if worker.reenters:
-                    self._hear_worker(worker, messages.CanReenter(False))
+                    self._on_worker_message(worker, messages.CanReenter(False))
 
-    def _hear(self, worker: ForkedWorker) -> bool:
+    def _read_worker(self, worker: ForkedWorker) -> bool:
         """Take in what a worker has sent; whether its end of the channel is closed."""
         if worker.channel is None:
             return False
@@ -521,10 +518,10 @@ class Zygote:
         for message, fds in messages:
             for fd in fds:
                 os.close(fd)
-            self._hear_worker(worker, message)
+            self._on_worker_message(worker, message)
         return gone
 
-    def _hear_worker(self, worker: ForkedWorker, message: Record) -> None:
+    def _on_worker_message(self, worker: ForkedWorker, message: Record) -> None:
         if isinstance(message, messages.CanReenter):
             worker.reenters = message.can
             self._report(messages.WorkerReenters(self.group, worker.rank, message.can))

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 HOSTS = "/etc/hosts"
-_RETURN = "600"  # seconds for pod 0 to come back: it is scheduled anew, and may pull its image
+_RETURN = "600"  # seconds for pod 0 to come back: it is scheduled again, and may pull its image
 _ELASTIC = ("phalanx", "c10d")
 
 

@@ -250,7 +250,6 @@ def record(event: Event | Callable[[], Event], destination: str = "null") -> Non
 
 
 def record_incident(incident: Incident, destination: str = "null") -> None:
-    """Send an incident to a destination."""
     record(lambda: incident_event(incident), destination)
 
 

@@ -25,7 +25,6 @@ class DurationCounts:
         self.sum = 0.0
 
     def add(self, seconds: float) -> None:
-        """Count one duration."""
         self.counts[sum(1 for bound in BOUNDS if seconds > bound)] += 1
         self.sum += seconds
 

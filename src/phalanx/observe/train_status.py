@@ -6,7 +6,7 @@ the one before, so only the agent of node 0 sends any, and only once its workers
 step: a script that reports by itself, without Phalanx's heartbeats, is not overwritten.
 
 A thread sends them, seldom and only if something has changed: the API server is behind it. The job never
-waits for it but at its end, and not for long. The token is read anew each time, because Kubernetes replaces
+waits for it but at its end, and not for long. The token is read each time, because Kubernetes replaces
 it, and is never shown.
 """
 

@@ -139,7 +139,6 @@ class StoreClient(ABC):
         return waiting.reply
 
     def get(self, key: str) -> Entry | None:
-        """One key, or None."""
         entries = self.request(Get(key)).entries
         return entries[0] if entries else None
 
@@ -153,16 +152,15 @@ class StoreClient(ABC):
         callback: Callable[[Notice], None],
         *,
         prefix: bool = False,
-        start: int = 0,
         timeout: float | None = None,
     ) -> tuple[int, Reply]:
-        """Watch, and wait until it stands: its number, and what was there (for start 0)."""
+        """Watch, and wait until it stands: its number, and what was there."""
         with self._lock:
             self._next_watch += 1
             number = self._next_watch
             self._watches[number] = callback
         try:
-            reply = self.request(Watch(number, key, prefix, start), timeout)
+            reply = self.request(Watch(number, key, prefix), timeout)
         except StoreTimeoutError:
             self.unwatch(number)
             raise

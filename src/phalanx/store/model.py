@@ -164,7 +164,6 @@ class Model:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """All of them."""
         return tuple(self._entries)
 
     @property
@@ -176,10 +175,10 @@ class Model:
         """Every session that something is kept for."""
         return set(self._answered) | set(self._held)
 
-    def renew_all(self, now: float, slack: float = 0.0) -> None:
+    def renew_all(self, now: float) -> None:
         """Start every lease again, after the store itself was away."""
         for lease in self._leases.values():
-            lease.deadline = now + lease.ttl + slack
+            lease.deadline = now + lease.ttl
         self._find_soonest()
 
     def _find_soonest(self) -> None:
@@ -386,7 +385,6 @@ class Model:
 
     @property
     def next_lease(self) -> int:
-        """The number of the next lease."""
         return self._next_lease
 
     def begin_incarnation(self, first_lease: int) -> None:

@@ -53,7 +53,7 @@ class DashboardProcess:
     def __init__(self, plan: DashboardPlan, say: Callable[[str], None]) -> None:
         """PhalanxError if the address is to be opened now and cannot be."""
         self._plan = plan
-        self._say = say
+        self._note = say
         self._token = os.urandom(24).hex()
         self._listener: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -135,7 +135,7 @@ class DashboardProcess:
                 self._listen()
             self._start()
         except (PhalanxError, OSError) as error:
-            self._say(f"{error}; the job runs without a page")
+            self._note(f"{error}; the job runs without a page")
         finally:
             if self._listener is not None:
                 self._listener.close()
@@ -182,11 +182,15 @@ class DashboardProcess:
             return
         self._clear()
         if sys.stderr is not None and sys.stderr.isatty():
-            self._say(f"dashboard: {self.link}")
+            self._note(f"dashboard: {self.link}")
         else:
-            self._say(f"dashboard at {self._origin()}; its link: phalanx status {self._run_id()[:12]} --link")
+            self._note(
+                f"dashboard at {self._origin()}; its link: phalanx status {self._run_id()[:12]} --link"
+            )
         if not is_loopback(self._plan.host):
-            self._say("dashboard: plain HTTP beyond this machine; whoever can read the network sees its link")
+            self._note(
+                "dashboard: plain HTTP beyond this machine; whoever can read the network sees its link"
+            )
 
     # -- the end ------------------------------------------------------------------------------------
 

@@ -33,7 +33,6 @@ class StoreCollector:
         self._sample = sample
 
     def collect(self) -> Iterator[Any]:
-        """All metrics."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         one = self._sample

@@ -228,7 +228,6 @@ def _clean(text: str) -> str:
 
 
 def read_with_reason(path: str) -> tuple[ErrorRecord | None, str]:
-    """The error record, or None and the reason."""
     body, reason = _read_bytes(path, READ_LIMIT)
     if reason:
         return None, reason

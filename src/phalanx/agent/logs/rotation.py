@@ -56,9 +56,9 @@ class Rotation(Record):
     keep: int | None = None  # parts besides the log itself; None: all
 
 
-def wait_for_rotation(patience: float = _FINISH) -> bool:
+def wait_for_rotation() -> bool:
     """At the end of the launcher: let the rotation of logs finish; False if it did not in time."""
-    end = time.monotonic() + patience
+    end = time.monotonic() + _FINISH
     for thread in tuple(_running):
         thread.join(max(0.0, end - time.monotonic()))
     return not _running

@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 _NAME = "phalanx"
 
 
-def remove_old(parent: str, now: float | None = None, kept: float = KEPT) -> None:
+def remove_old(parent: str, kept: float = KEPT) -> None:
     """Remove what runs of this user that are over since `kept` seconds have left in `parent`."""
-    now = time.time() if now is None else now
+    now = time.time()
     try:
         with os.scandir(parent) as entries:
             found = [one for one in entries if _launcher(one.name) and one.is_dir(follow_symlinks=False)]

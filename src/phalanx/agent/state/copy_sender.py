@@ -154,7 +154,6 @@ def pack_have(files: list[MemoryFile]) -> bytes:
 
 
 def pack_ballot(ballot: Ballot) -> bytes:
-    """A ballot as bytes."""
     moments = ballot.common, ballot.candidate, ballot.earlier
     return json.dumps([ballot.name, ballot.serial, ballot.phase, *moments]).encode()
 
@@ -170,7 +169,6 @@ def unpack_ballot(data: bytes) -> Ballot:
 
 
 def pack_pins(name: str, pins: Pins) -> bytes:
-    """The pins of a name as bytes."""
     return json.dumps([name, pins.common, pins.hold]).encode()
 
 

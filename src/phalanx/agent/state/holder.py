@@ -59,7 +59,7 @@ class StateHolder:
         self._replicas = replicas
         self._number = 0  # of the last round
         if replicas is not None:
-            replicas.note = self._say
+            replicas.note = self._note
 
     # -- a start ------------------------------------------------------------------------------------
 
@@ -125,12 +125,12 @@ class StateHolder:
         assert self._spill is not None
         try:
             for damage in self._spill.read(rank, file, lambda: self._closing):
-                self._say(f"a save of rank {rank} in {self._spill.path} is not used: {damage}")
+                self._note(f"a save of rank {rank} in {self._spill.path} is not used: {damage}")
         except SpillStopped:
             pass
         except (OSError, ValueError) as error:
             why = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-            self._say(f"the kept state of rank {rank} in {self._spill.path} is not used: {why}")
+            self._note(f"the kept state of rank {rank} in {self._spill.path} is not used: {why}")
 
     # -- the end ------------------------------------------------------------------------------------
 
@@ -180,13 +180,13 @@ class StateHolder:
                 if size:
                     written[rank] = size
         except SpillStopped:
-            self._say("kept state is not written completely: the agent was told to end")
+            self._note("kept state is not written completely: the agent was told to end")
         except OSError as error:
-            self._say(f"kept state is not written to {spill.path}: {error.strerror}")
+            self._note(f"kept state is not written to {spill.path}: {error.strerror}")
         if written:
             names = ", ".join(map(str, written))
             total = sum(written.values()) / 1e9
-            self._say(f"kept state of rank {names} written to {spill.path} ({total:.3f} GB)")
+            self._note(f"kept state of rank {names} written to {spill.path} ({total:.3f} GB)")
 
     def hurry(self) -> None:
         """End without writing the rest."""
@@ -197,7 +197,7 @@ class StateHolder:
         """Whether nothing is being written any more."""
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _say(self, line: str) -> None:
+    def _note(self, line: str) -> None:
         self.post(lambda: self.note(line))
 
     def _begin(self, name: str, work: Callable[[], None]) -> None:

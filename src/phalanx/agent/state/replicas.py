@@ -179,7 +179,7 @@ class Replicas:
                 elsewhere = [other for other in range(others.nodes) if other != node]
                 self._fetch_all(_records(store, prefix, elsewhere), locks)
         except _STORE_ERRORS as error:
-            self._say(f"kept state is not fetched from other nodes: {error}")
+            self._note(f"kept state is not fetched from other nodes: {error}")
         finally:
             for lock in locks.values():
                 lock.release()
@@ -188,7 +188,7 @@ class Replicas:
             self._copy_on(store, f"{prefix}{(node + 1) % others.nodes}", number, sender, [*own], over)
         except _STORE_ERRORS as error:
             if self._current(number):
-                self._say(f"kept state is not copied to the next node: {error}")
+                self._note(f"kept state is not copied to the next node: {error}")
         finally:
             with self._lock:
                 self._own = [file for file in self._own if file not in own.values()]
@@ -215,7 +215,7 @@ class Replicas:
                 try:
                     self._fetch(rank, where, lock.file)
                 except ERRORS as error:
-                    self._say(f"the kept state of rank {rank} is not fetched from {where[0]}: {error}")
+                    self._note(f"the kept state of rank {rank} is not fetched from {where[0]}: {error}")
 
     def _fetch(self, rank: int, where: tuple[str, int], file: MemoryFile) -> None:
         channel = dial(where, self._settings.token, self._settings.tls)
@@ -246,7 +246,7 @@ class Replicas:
                     where = _where(_wait_for(store, key))
                 channel = dial(where, self._settings.token, self._settings.tls)
             except ERRORS as error:
-                self._say(f"kept state is not copied to the next node yet: {error}")
+                self._note(f"kept state is not copied to the next node yet: {error}")
                 _wait(over, _AGAIN)
                 continue
             if not self._admit(channel, number):
@@ -260,7 +260,7 @@ class Replicas:
                         self._sleep(over)
             except ERRORS as error:
                 if self._current(number):
-                    self._say(f"kept state is not copied to the next node: {error}")
+                    self._note(f"kept state is not copied to the next node: {error}")
                     _wait(over, _AGAIN)
             finally:
                 self._dismiss(channel)
@@ -293,7 +293,7 @@ class Replicas:
                 self._take_copies(channel, int(word), {int(rank) for rank in ranks.split(",")})
         except ERRORS as error:
             if not self._closed and not isinstance(error, OSError):
-                self._say(f"copies of another node's kept state: {error}")
+                self._note(f"copies of another node's kept state: {error}")
         finally:
             self._dismiss(channel)
 
@@ -401,7 +401,7 @@ class Replicas:
             fits = header.used - have <= memory_limit.available()
             if not fits:
                 size = f"{header.used / 1e9:.3f} GB"
-                self._say(f"no memory for a copy of {size} of the kept state of rank {header.rank}")
+                self._note(f"no memory for a copy of {size} of the kept state of rank {header.rank}")
             else:
                 file.clear(number, room)
                 if have < header.used:
@@ -447,7 +447,7 @@ class Replicas:
             self._threads = [known for known in self._threads if known.is_alive()] + [thread]
             thread.start()
 
-    def _say(self, line: str) -> None:
+    def _note(self, line: str) -> None:
         if line not in self._said and not self._closed:
             self._said.add(line)
             self.note(line)

@@ -98,13 +98,13 @@ class PatternSearch:
             armed = [self._arm(watcher, file) for file in self._files]
             self._search()
             for fd, _ in waits.poll(None if all(armed) else 1000):
-                if fd == 0 and not self._hear():
+                if fd == 0 and not self._read_questions():
                     return  # the agent has ended
             watcher.read()
-            if self._asked == self._answered and pause.poll(_LINGER * 1000) and not self._hear():
+            if self._asked == self._answered and pause.poll(_LINGER * 1000) and not self._read_questions():
                 return
 
-    def _hear(self) -> bool:
+    def _read_questions(self) -> bool:
         """Take questions in: they are answered when the files have been searched once more."""
         questions = len(os.read(0, 4096))
         self._asked += questions
@@ -121,7 +121,7 @@ class PatternSearch:
         answers, self._answered = asked > self._answered, asked
         self._publish()
         if answers:
-            _say("searched")
+            _report("searched")
 
     def _search_block(self, file: SearchedFile) -> bool:
         lines = file.lines()
@@ -134,9 +134,9 @@ class PatternSearch:
                 if found is not None:
                     self._at = time.monotonic()
                     if self._finite and not is_finite(_value(found)):
-                        self._tell_value(file.rank, line)
+                        self._report_value(file.rank, line)
         except PatternTooSlow:
-            _say(f"slow {file.rank}")
+            _report(f"slow {file.rank}")
             raise
         finally:
             signal.setitimer(signal.ITIMER_PROF, 0)
@@ -144,10 +144,10 @@ class PatternSearch:
         self._publish()
         return True
 
-    def _tell_value(self, rank: int, line: str) -> None:
+    def _report_value(self, rank: int, line: str) -> None:
         if rank not in self._told:
             self._told.add(rank)
-            _say(f"value {rank} {''.join(c if c.isprintable() else ' ' for c in line[:_SHOWN])}")
+            _report(f"value {rank} {''.join(c if c.isprintable() else ' ' for c in line[:_SHOWN])}")
 
     def _publish(self) -> None:
         os.pwrite(self._page, PAGE.pack(self._at, self._blocks, self._answered), 0)
@@ -157,7 +157,7 @@ def _value(found: re.Match[str]) -> str:
     return (found[1] if found.re.groups else found[0]) or ""
 
 
-def _say(line: str) -> None:
+def _report(line: str) -> None:
     os.write(1, line.encode("utf-8", "replace") + b"\n")
 
 

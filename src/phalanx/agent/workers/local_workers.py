@@ -112,7 +112,7 @@ class LocalWorkers:
         self._fenced_by: float | None = None
         self._stop_sig = 0
         self._stop_began = self._stop_by = 0.0
-        self._told_of_stop = False
+        self._reported_stop = False
         self._put_off: float | None = None  # until then, at most, a stop waits for word of the start
         self._interrupted_at: float | None = None  # when the attached rank last got a Ctrl-C
         self._state = state
@@ -396,7 +396,7 @@ class LocalWorkers:
         times = [self._interface.deadline()] if self._waits and self._interface is not None else []
         if self.context is not None:
             times.append(self.context.deadline())
-        if self._stopping and not self._told_of_stop:
+        if self._stopping and not self._reported_stop:
             times.append(self._stop_began + _SLOW_STOP)
         times.append(self._put_off)
         if phase == "RUNNING":
@@ -426,8 +426,8 @@ class LocalWorkers:
         if self.stepped:
             return None
         if self._stopping:
-            if now >= self._stop_began + _SLOW_STOP and not self._told_of_stop:
-                self._tell_of_stop(now)
+            if now >= self._stop_began + _SLOW_STOP and not self._reported_stop:
+                self._report_slow_stop(now)
             return self._stop_event()
         if self._starting:
             return self._start_event()
@@ -518,7 +518,7 @@ class LocalWorkers:
         return context is not None and (context.any_failed or (context.all_succeeded and context.done))
 
     def _stuck(self) -> tuple[int, ...]:
-        """NodeWorkers that have been in uninterruptible sleep for longer than allowed."""
+        """Workers that have been in uninterruptible sleep for longer than allowed."""
         if self._uninterruptible_timeout <= 0 or self.context is None:
             return ()
         from phalanx.agent.workers.process_state import is_uninterruptible_state, read_proc_state
@@ -547,11 +547,11 @@ class LocalWorkers:
             return
         now = time.monotonic()
         self._stop_sig, self._stop_began, self._stop_by = command.sig, now, now + command.timeout
-        self._told_of_stop = True  # it is short
+        self._reported_stop = True  # it is short
         self._stopping, self._starting = True, False
-        guilty = tuple(w.local_rank for w in self._group.workers if w.global_rank in command.ranks)
+        culprits = tuple(w.local_rank for w in self._group.workers if w.global_rank in command.ranks)
         self._reentry = ReentryRecord(context, self._helpers.parked, now)
-        context.ask_recall(command.sig, command.grace, command.timeout, command.cause, guilty)
+        context.ask_recall(command.sig, command.grace, command.timeout, command.cause, culprits)
         if self.store is not None:
             self.store.end_round()  # workers that wait for a key are freed
 
@@ -560,7 +560,7 @@ class LocalWorkers:
         self._reentry = None
         if not self._stopping:
             self._stop_sig, self._stop_began, self._stop_by = sig, now, now + grace
-            self._told_of_stop = False
+            self._reported_stop = False
         self._stop_by = min(self._stop_by, now + grace)
         self._stopping, self._starting = True, False
         self._put_off = None
@@ -582,9 +582,9 @@ class LocalWorkers:
             self._put_off = None
             self._supervision.stop(context, self._stop_sig, max(0.0, self._stop_by - now))
 
-    def _tell_of_stop(self, now: float) -> None:
+    def _report_slow_stop(self, now: float) -> None:
         """Which workers a stop waits for: without this line, the launcher would seem to hang."""
-        self._told_of_stop = True
+        self._reported_stop = True
         if self.idle or now >= self._stop_by:
             return
         from phalanx.core.diagnosis.failures import ranks_text

@@ -34,7 +34,6 @@ class RunProcsResult(Record, frozen=False):
         self.stopped = stopped if stopped is not None else {}
 
     def is_failed(self) -> bool:
-        """Whether any worker failed."""
         return len(self.failures) > 0
 
 
@@ -54,7 +53,6 @@ class RunResult(Record, frozen=False):
         self.stopped = stopped if stopped is not None else {}  # ended because of the failures
 
     def is_failed(self) -> bool:
-        """Whether the job failed."""
         return self.state == WorkerState.FAILED
 
 

@@ -320,7 +320,7 @@ class PContext(abc.ABC):
             known.options, known.cpus = job.options, list(job.cpus)
 
     def _options(self, rank: int) -> str:
-        """For child.prepare: which streams are log files, and the rank's place in the tally."""
+        """For `bootstrap.prepare`: which streams are log files, and the rank's place in the tally."""
         streams = ("o" if self.stdouts.get(rank) else "") + ("e" if self.stderrs.get(rank) else "")
         return f"{streams}:{16 * rank}" if streams else ""
 
@@ -425,7 +425,7 @@ class PContext(abc.ABC):
             return
         with self._lock:
             if not self.spawner.silent:
-                self._stop = stops.hear(self._stop)
+                self._stop = stops.respond(self._stop)
             reachable = self.spawner.witness is not None
             self._move_on(*stops.tick(self._stop, now, bool(self.running), reachable))
 
@@ -512,7 +512,7 @@ class PContext(abc.ABC):
         return self.spawner is not None and self._state == "running" and bool(self.spawner.reenter)
 
     def ask_recall(
-        self, sig: int, grace: float, timeout: float, cause: str, guilty: tuple[int, ...] = ()
+        self, sig: int, grace: float, timeout: float, cause: str, culprits: tuple[int, ...] = ()
     ) -> None:
         """Begin to stop, except for the workers that re-enter: they have `timeout` seconds to park."""
         with self._lock:
@@ -523,7 +523,7 @@ class PContext(abc.ABC):
             self._stop, _ = stops.ask(None, now, sig, patience, bool(self.running))
             self._stopped_at = self._stopped_at or time.time()
             self._state = "stopping"
-            self.spawner.recall(sig, grace, timeout, cause, list(guilty))
+            self.spawner.recall(sig, grace, timeout, cause, list(culprits))
 
     def outcome(self, patience: float = 0.0) -> RunProcsResult | None:
         """The result once nothing of the group is left and its output is shown; then all is given back."""
@@ -778,7 +778,7 @@ class PContext(abc.ABC):
             self.imported()
             if self._console is not None:
                 self._console.stop(ended)
-            self._say_losses()
+            self._report_losses()
             self._remove_empty_stacks()
             if self._owns_spawner and self.spawner is not None:
                 self.options.retire(self.spawner)
@@ -790,7 +790,7 @@ class PContext(abc.ABC):
             self._tally = self._learn = -1
             self._signals.__exit__(None, None, None)
 
-    def _say_losses(self) -> None:
+    def _report_losses(self) -> None:
         if self._tally < 0:
             return
         for rank in range(self.nprocs):

@@ -235,11 +235,11 @@ def diagnose(endings: Iterable[WorkerExit], started_at: float | None = None) -> 
     return Diagnosis(root, failed, echoes, victims, reason, groups)
 
 
-def root_of(endings: Iterable[WorkerExit], started_at: float | None = None) -> WorkerExit:
+def root_of(endings: Iterable[WorkerExit]) -> WorkerExit:
     """Only the root cause, the same that `diagnose` finds: a restart does not wait for the rest."""
-    everyone = _in_order(endings, started_at)
+    everyone = _in_order(endings, None)
     bad = [e for e in everyone if e.code != 0]
-    own = [e for e in bad if not is_victim(e, started_at)]
+    own = [e for e in bad if not is_victim(e)]
     if len(own) > 1:  # otherwise the patterns need not be compiled
         own = [e for e in own if not echo_of(e)] or own
     return (own or bad or everyone)[0]

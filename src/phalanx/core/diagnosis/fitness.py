@@ -58,7 +58,6 @@ def worst(fitness: Iterable[str]) -> str:
 
 
 def judge_node(node: str, findings: Sequence[CheckFinding]) -> NodeVerdict:
-    """The verdict on a node from the findings on it."""
     counted = [one for one in findings if one.needed or one.fitness != UNKNOWN]
     fitness = worst(one.fitness for one in counted)
     if fitness == FIT:
@@ -136,7 +135,6 @@ def plain_rate(kind: str, rate: float) -> float:
 
 
 def show_rate(kind: str, rate: float) -> str:
-    """A rate for people."""
     if kind == "latency":
         return f"{plain_rate(kind, rate) * 1e3:.2f} ms"
     return f"{rate / 1e6:.0f} MB/s" if rate >= 10e6 else f"{rate / 1e6:.2g} MB/s"

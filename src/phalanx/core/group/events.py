@@ -148,7 +148,7 @@ class RoundOver(Record):
 class PeerFailed(Record):
     """Another node's failure, with its verdict for the job: `final`, or a restart after `delay`.
 
-    `anew`: in new processes on every node; `ranks`: those that a hang is due to."""
+    `fresh`: in new processes on every node; `ranks`: those that a hang is due to."""
 
     node: str
     round: int
@@ -156,7 +156,7 @@ class PeerFailed(Record):
     summary: str = ""
     final: bool = False
     delay: float = 0.0
-    anew: bool = False
+    fresh: bool = False
     ranks: tuple[int, ...] = ()
 
 
@@ -281,7 +281,7 @@ class ReportFailure(Record):
     """Tell the other nodes at once (they get `PeerFailed`).
 
     `unfit`: the failure is this node's own, and it leaves; where the job can go on without it, it does.
-    `anew`: no worker re-enters."""
+    `fresh`: no worker re-enters."""
 
     round: int
     attempt: int
@@ -289,7 +289,7 @@ class ReportFailure(Record):
     final: bool
     delay: float = 0.0
     unfit: bool = False
-    anew: bool = False
+    fresh: bool = False
     ranks: tuple[int, ...] = ()
     code: int = 1
     """The job's exit code, should this failure end it and no worker have one."""

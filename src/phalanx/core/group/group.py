@@ -207,7 +207,6 @@ def complaint(state: GroupState, event: Event, what: str) -> str:
 
 
 def _go(state: GroupState, phase: Phase, reason: str, *commands: Command, **changes: Any) -> Step:
-    """The step to `phase`."""
     return Step(state.replace(phase=phase, **changes), commands, reason)
 
 
@@ -337,20 +336,20 @@ def _failure(
     summary: str,
     failure: Failure,
     code: int = exit_codes.FAILURE,
-    guilty: tuple[int, ...] = (),
+    culprits: tuple[int, ...] = (),
 ) -> Step:
     """This node's own failure: decide for the job, and tell the others; `code`: where no worker has one."""
     number = _number(state)
     verdict = restarts.decide(state.history, failure, now, policy.restarts)
     line = f"{summary}; {verdict.reason}"
     if not verdict.restart:
-        report = ReportFailure(number, state.attempt, summary, final=True, ranks=guilty, code=code)
+        report = ReportFailure(number, state.attempt, summary, final=True, ranks=culprits, code=code)
         return _end(state, now, policy, Ending(Outcome.FAILED, line, code=code), report, Note(line))
     history = restarts.record(state.history, failure, policy.restarts)
     times = state.same[1] + 1 if failure.error == state.same[0] else 1
-    anew = bool(policy.reenter_timeout) and times > _RECALLS
-    same = ("", 0) if anew else (failure.error, times)
-    if anew:
+    fresh = bool(policy.reenter_timeout) and times > _RECALLS
+    same = ("", 0) if fresh else (failure.error, times)
+    if fresh:
         line += f", in new processes: {_RECALLS} re-entries in a row ended with the same error"
     report = ReportFailure(
         number,
@@ -358,13 +357,13 @@ def _failure(
         summary,
         final=False,
         delay=verdict.delay,
-        anew=anew,
-        ranks=guilty,
+        fresh=fresh,
+        ranks=culprits,
         code=code,
     )
     state = state.replace(history=history, void=number, cause=summary, not_before=now + verdict.delay)
     return _recall(
-        state.replace(same=same), now, policy, line, report, cause=summary, guilty=guilty, anew=anew
+        state.replace(same=same), now, policy, line, report, cause=summary, culprits=culprits, fresh=fresh
     )
 
 
@@ -387,7 +386,7 @@ def on_peer_failed(state: GroupState, event: PeerFailed, now: float, policy: Gro
     if state.phase in (Phase.JOINING, Phase.REFORMING):
         # A round that this node does not know yet: its RoundReady, if it still comes, is void.
         return _stay(state, line)
-    return _recall(state, now, policy, line, cause=what, guilty=event.ranks, anew=event.anew)
+    return _recall(state, now, policy, line, cause=what, culprits=event.ranks, fresh=event.fresh)
 
 
 def on_peer_failed_late(state: GroupState, event: PeerFailed, now: float, policy: GroupPolicy) -> Step:
@@ -534,15 +533,15 @@ def _recall(
     reason: str,
     *tell: Command,
     cause: str,
-    guilty: tuple[int, ...] = (),
-    anew: bool = False,
+    culprits: tuple[int, ...] = (),
+    fresh: bool = False,
 ) -> Step:
-    """As `_reform`, but workers that can re-enter keep their process, unless all are to be `anew`."""
+    """As `_reform`, but workers that can re-enter keep their process, unless all are to be `fresh`."""
     step = _reform(state, now, policy, reason, *tell)
-    if not (policy.reenter_timeout and state.reenters) or anew:
+    if not (policy.reenter_timeout and state.reenters) or fresh:
         return step
     commands = tuple(
-        RecallWorkers(one.sig, one.grace, policy.reenter_timeout, cause, guilty)
+        RecallWorkers(one.sig, one.grace, policy.reenter_timeout, cause, culprits)
         if isinstance(one, StopWorkers)
         else one
         for one in step.commands
@@ -565,18 +564,20 @@ def _end(
 
 def _finish(state: GroupState, ending: Ending, *tell: Command) -> Step:
     """Nothing is alive (or nothing more can be done about it): tell the other nodes, and end."""
-    farewell: tuple[Command, ...] = ()
+    departure: tuple[Command, ...] = ()
     if ending.outcome in (Outcome.SUCCEEDED, Outcome.FAILED):
-        farewell = (CloseRendezvous(ending.message, ending.outcome is Outcome.FAILED),)
+        departure = (CloseRendezvous(ending.message, ending.outcome is Outcome.FAILED),)
     elif ending.outcome is not Outcome.CLOSED:
-        farewell = (Leave(),)
+        departure = (Leave(),)
     final = state.worker_state
     if ending.outcome is Outcome.FAILED:
         final = WorkerState.FAILED
     elif final not in (WorkerState.SUCCEEDED, WorkerState.UNHEALTHY):
         final = WorkerState.STOPPED
     finish = Finish(ending.outcome, final, ending.message, ending.sig, ending.code)
-    return _go(state, Phase.DONE, ending.message, *tell, *farewell, finish, ending=ending, worker_state=final)
+    return _go(
+        state, Phase.DONE, ending.message, *tell, *departure, finish, ending=ending, worker_state=final
+    )
 
 
 def _number(state: GroupState) -> int:

@@ -122,7 +122,7 @@ def answer(stop: Stop) -> Stop:
     return stop.replace(due=stop.kill_at + ANSWER) if stop.stage == ASKED else stop
 
 
-def hear(stop: Stop) -> Stop:
+def respond(stop: Stop) -> Stop:
     """In the agent: the zygote has shown a sign of life."""
     return stop.replace(sign_by=NEVER)
 

@@ -14,7 +14,7 @@ time of the job; the ledgers of all nodes add up.
     productive     everything else
 
 `GoodputLedger.step` is told each step of the group (`core.group.group`), `totals` may be asked at any time.
-Neither needs a sample in between: a board (`supervision.heartbeat`) has a rank's first and last heartbeat,
+Neither needs a sample in between: a board (`worker.board`) has a rank's first and last heartbeat,
 the moment at which it passed the step of its predecessor, and the time that it spent on checkpoints. So a
 start is booked when it is over, from one look at its boards, and nothing wakes up for the ledger.
 

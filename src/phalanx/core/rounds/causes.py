@@ -121,7 +121,7 @@ def with_records(
     *batches, main = commands
     assert isinstance(main, Txn)
     news: dict[str, HostRecord] = {}
-    left: dict[str, HostRecord] = {}  # written again with what is left of it, for a job that begins anew
+    left: dict[str, HostRecord] = {}  # written again with what is left of it, for a job that begins again
     for host in sorted({one.node for one in state.entries} | {host for host, _ in state.offences}):
         fresh = quarantine.record_of(state, host, now)
         if fresh is not None and fresh != quarantine.record_of(view.hosts.state, host, now):

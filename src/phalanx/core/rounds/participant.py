@@ -205,7 +205,7 @@ class Participant:
 
     def _on_begin(self, now: float, event: events.Begin) -> None:
         self.phase, self._waiting_since = JOINING, now
-        self._heard(now)
+        self._store_answered(now)
         # Where there is no round yet, one command joins: it registers the node, and makes the first one the
         # leader. Elsewhere its conditions fail, and the node registers when it knows the round.
         round_key, leader = self._key("ctl/round"), self._key("ctl/leader")
@@ -224,10 +224,10 @@ class Participant:
         """The duties know what is due."""
 
     def _on_connected(self, now: float, event: events.Connected) -> None:
-        self._heard(now)
+        self._store_answered(now)
         self.lease = self.lease._replace(renew_at=now)
         if self.reach.away:
-            # A store that restarts begins all leases anew: until they are over, a lost node proves nothing.
+            # A store that restarts begins all leases again: until they are over, a lost node proves nothing.
             unsure = now + _UNSURE * self.options.ttl
             self.reach = self.reach._replace(away=False, unsure_until=unsure)
             if self.view is not None:
@@ -246,7 +246,7 @@ class Participant:
         if self.lease.number:
             self._lose_lease(now, "the store went back to an earlier state")
         self.following = self.following.forgotten()
-        self.hosts.begin_anew()
+        self.hosts.reset()
         # Nodes that the store has forgotten run workers until their own clocks stop them.
         ttl = self.options.ttl
         self.reach = self.reach._replace(quiet_until=now + ttl, unsure_until=now + _UNSURE * ttl)
@@ -255,13 +255,13 @@ class Participant:
     def _on_answer(self, now: float, event: events.Answer) -> None:
         if not 0 < event.tag <= self._requests.last:
             raise IllegalMove(self._complaint(f"{event!r}", "answers nothing that was asked"))
-        self._heard(now)
+        self._store_answered(now)
         pending = self._requests.answered(event.tag)
         if pending is not None and (handler := ANSWERS.get(pending.purpose)) is not None:
             handler(self, now, pending, event.reply)
 
     def _on_noticed(self, now: float, event: events.Noticed) -> None:
-        self._heard(now)
+        self._store_answered(now)
         notice = event.notice
         if notice.watch == PLACE:
             entries = tuple(change.entry for change in notice.changes if not change.deleted)
@@ -620,7 +620,7 @@ class Participant:
 
     # ---- what several of them share ------------------------------------------------------------------------
 
-    def _heard(self, now: float) -> None:
+    def _store_answered(self, now: float) -> None:
         self.reach = self.reach._replace(heard=now)
 
     def _lose_lease(self, now: float, why: str) -> None:

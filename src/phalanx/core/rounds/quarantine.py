@@ -12,7 +12,7 @@ Invariants
 - What a person adds has no end, and only a person removes it.
 
 The leader decides (`core.rounds.rounds`) and keeps one record for each host in the job's store
-(`round_records.HostRecord`), which every node watches (`HostWatch`): so all nodes say the same, and the next
+(`records.HostRecord`), which every node watches (`HostWatch`): so all nodes say the same, and the next
 leader goes on from there. Times are the observer's own monotonic clock; what is stored are ages and remaining
 times.
 """
@@ -34,7 +34,7 @@ _MOST_NODES = 100_000
 _SLACK = 1.0  # seconds by which the leader's clock may be ahead of another observer's
 _MOST_OFFENCES = 32  # kept per node
 _NAMED = 8
-_MOST_LINES = 20  # at a time: whoever joins late hears of all hosts at once
+_MOST_LINES = 20  # at a time: a node that joins late learns of all hosts at once
 _YEAR = 366 * 86400.0
 
 
@@ -230,7 +230,7 @@ class HostWatch:
             self.present[host] = 0
             self._take(now, host, None)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """The store went back in time: whatever it holds counts again."""
         self.mods.clear()
         self.present.clear()

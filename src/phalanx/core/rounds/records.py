@@ -201,7 +201,6 @@ def _plain(value: Any) -> Any:
 
 
 def decode_node(value: bytes) -> NodeRecord | None:
-    """The record of a node."""
     record: NodeRecord | None = _decoded(NodeRecord, value)
     if record is None or not 0 < record.info.slots <= _MOST_SLOTS or record.format < 1:
         return None
@@ -209,7 +208,6 @@ def decode_node(value: bytes) -> NodeRecord | None:
 
 
 def decode_members(value: bytes) -> MemberList | None:
-    """The list of members."""
     try:
         found = json.loads(value)
         nodes = tuple(_member(*item) for item in found["nodes"])
@@ -224,7 +222,6 @@ def _member(id: str, incarnation: int, name: str, addr: str, slots: int, role: s
 
 @lru_cache(maxsize=2)  # participants of one process (a simulation, a test) see the same bytes
 def decode_round(value: bytes) -> Round | None:
-    """The round."""
     record: Round | None = _decoded(Round, value)
     if record is None or len(record.cause) != 3 or record.phase not in _PHASES:
         return None
@@ -238,7 +235,6 @@ def decode_round(value: bytes) -> Round | None:
 
 
 def decode_place(value: bytes) -> Place | None:
-    """The place of a node."""
     place: Place | None = _decoded(Place, value)
     if place is None or place.refused:
         return place

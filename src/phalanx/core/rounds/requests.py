@@ -55,7 +55,6 @@ class StoreRequests:
         self._life = 1
 
     def send(self, now: float, purpose: Purpose, command: Command) -> None:
-        """Ask."""
         self.last += 1
         lasting = purpose in (Purpose.WATCH_CONTROL, Purpose.WATCH_PLACE)
         self._pending[self.last] = Pending(purpose, 0 if lasting else self._life, now)

@@ -184,7 +184,7 @@ def begin_again(found: Round, mod: int, leader: int, options: Options, remaining
     """The request of a newcomer that finds no leader, or a closed job, and `remaining` nodes of it.
 
     With nodes left the reply only shows whether the round is still this one. With none left, the first
-    newcomer begins anew; the others see its round. It must not do so over a leader that was elected since it
+    newcomer begins again; the others see its round. It must not do so over a leader that was elected since it
     looked: from then on only the leader's rounds count. `leader`: the revision of the leader's key, as known.
     A job that was not closed keeps its number: some of its nodes may be alive, and return when they reach the
     store again."""
@@ -567,12 +567,12 @@ def count(number: int, one: str, many: str = "") -> str:
     return f"{number} {one if number == 1 else many or one + 's'}"
 
 
-def listing(names: Any, limit: int = _NAMED) -> str:
+def listing(names: Any) -> str:
     """Names in natural order, cut short when they are many."""
     ordered = list(names)
     if len(ordered) <= 64:  # natural order costs too much for thousands, of which few are shown
-        return " ".join(sorted(ordered, key=natural_key)[:limit]) + _more(len(ordered) - limit)
-    return " ".join(sorted(sorted(ordered)[:limit], key=natural_key)) + _more(len(ordered) - limit)
+        return " ".join(sorted(ordered, key=natural_key)[:_NAMED]) + _more(len(ordered) - _NAMED)
+    return " ".join(sorted(sorted(ordered)[:_NAMED], key=natural_key)) + _more(len(ordered) - _NAMED)
 
 
 def _more(number: int) -> str:

@@ -34,7 +34,7 @@ def round_over(held: Round, now: Round, leaving: str, drained: bool) -> RoundOve
         now.restarts,
         failure.summary,
         delay=failure.delay,
-        anew=failure.anew,
+        fresh=failure.anew,
         ranks=failure.ranks,
     )
 

@@ -1,6 +1,6 @@
 """torch's `RendezvousBackend`, one value that nodes read and replace, and the one over a torch store.
 
-A job can meet through any of them (`membership.dynamic`); the price of a value that has to be polled is
+A job can meet through any of them (`dynamic_rendezvous`); the price of a value that has to be polled is
 described in `store.embedded.blob_client`.
 """
 

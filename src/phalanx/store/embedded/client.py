@@ -4,7 +4,7 @@
     client.connect(timeout=30)
     client.request(Put("key", b"value"))
 
-The thread owns the socket (client_loop). Callers number their requests (store.session) and wait; when the
+The thread owns the socket (client_loop). Callers number their requests (client_session) and wait; when the
 connection breaks or is silent, what is unanswered is asked again on the next one, and watches go on where
 they were. Only after `grace` seconds without a connection, a token that is refused at the first one, or a
 store without a journal that was restarted do requests fail. Callbacks run in the client's thread and must not
@@ -101,7 +101,6 @@ class Client(StoreClient):
 
     @property
     def closing(self) -> bool:
-        """Whether `close` was called."""
         return self._closing
 
     def failed(self, error: Exception, began: float, away_since: float) -> None:
@@ -166,7 +165,7 @@ class Client(StoreClient):
             self._sent.clear()
             now = self.clock()
             self._talk.revision = self.welcome.revision
-            for request in self._talk.resume(anew=is_reset):
+            for request in self._talk.resume(reset=is_reset):
                 self._queue(request, now)
             self._online = True
         self._connected.set()

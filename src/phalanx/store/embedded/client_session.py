@@ -48,12 +48,12 @@ class Session:
             self._told.pop(command.watch, None)
         return Request(self._number, self._done(), command)
 
-    def resume(self, *, anew: bool = False) -> list[Request]:
-        """Everything to send on a new connection, oldest first; `anew`: with watches from the beginning."""
+    def resume(self, *, reset: bool = False) -> list[Request]:
+        """Everything to send on a new connection, oldest first; `reset`: with watches from the beginning."""
         self._resuming.clear()
         requests = [Request(n, self._done(), c) for n, c in sorted(self._outstanding.items())]
         for watch, told in self._told.items():
-            requests.append(self._take_up(watch, 0 if anew else told + 1))
+            requests.append(self._take_up(watch, 0 if reset else told + 1))
         return requests
 
     def answered(self, number: int, reply: Reply) -> tuple[list[Request], Reply | Notice | None]:
@@ -90,7 +90,7 @@ class Session:
 
     def _resumed(self, watch: int, start: int, reply: Reply) -> tuple[list[Request], Notice | None]:
         if watch not in self._told:
-            return [], None  # unwatched, or watched anew, in the meantime
+            return [], None  # unwatched, or watched again, in the meantime
         if not reply.ok:
             return [self._take_up(watch, 0)], None
         if start:

@@ -50,7 +50,6 @@ class EtcdError(StoreError):
 
     @property
     def too_large(self) -> bool:
-        """Whether the request is too large for etcd."""
         text = str(self)
         return "too large" in text or "too many operations" in text or "larger than max" in text
 

@@ -307,7 +307,6 @@ class TxnOutcome(Record):
 
 
 def decode_entry(kv: Mapping[str, Any]) -> Entry:
-    """An entry of etcd."""
     return Entry(
         binascii.a2b_base64(kv["key"]).decode("utf-8", "surrogateescape"),
         binascii.a2b_base64(kv.get("value", "")),
@@ -328,7 +327,6 @@ def revision_of(answer: Mapping[str, Any]) -> int:
 
 
 def decode_outcome(txn: Txn, session_key: SessionKey | None, answer: Mapping[str, Any]) -> TxnOutcome:
-    """The answer to `transaction`."""
     ok, responses = bool(answer.get("succeeded")), answer.get("responses") or []
     names = _condition_keys(txn)
     session_entry = None

@@ -106,7 +106,6 @@ class Door:
         """A stranger has gone."""
 
     def on_incident(self, text: str) -> None:
-        """Report it."""
         if not self._closed:
             self._report(text)
 

@@ -150,7 +150,6 @@ class TorchStoreClient:
     # -- the store --------------------------------------------------------------------------------------
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Store a value."""
         self._silent(bytes([op.SET]) + self._key(key) + _text(value))
 
     def get(self, key: str) -> bytes:

@@ -45,7 +45,6 @@ class EncodedTree:
 
     @property
     def used(self) -> int:
-        """Bytes in all."""
         return self.size + len(self.index)
 
     def place(self, size: int) -> int:
@@ -222,7 +221,6 @@ class _TreeUnpickler(pickle.Unpickler):
 
 
 def torch_view(torch: Any, mapping: mmap.mmap, at: int, dtype: Any, shape: tuple[int, ...]) -> Any:
-    """A tensor in a mapping."""
     count = 1
     for extent in shape:
         count *= extent

@@ -79,7 +79,6 @@ class FileTimerRequest(TimerRequest):
 
     @property
     def worker_pid(self) -> int:
-        """The pid of the worker."""
         return int(self.worker_id)
 
     def to_json(self) -> str:

@@ -85,7 +85,6 @@ class WatchedProcess:
         return ""
 
     def close(self) -> None:
-        """Close the descriptor."""
         if self.fd is not None:
             os.close(self.fd)
             self.fd = None

@@ -25,7 +25,7 @@ FEW = 64  # nodes: with more, all of them looking for each other as they leave w
 PATIENCE = 2.0  # seconds, or a lease, for the other nodes to see how the job ended
 
 
-class Farewell:
+class LastRequests:
     """`goodput`: this node's ledger at its end, set before `release` by an agent that has one."""
 
     def __init__(self, settings: Settings) -> None:
@@ -35,7 +35,7 @@ class Farewell:
         self.job_goodput: JobGoodput | None = None
         """That of the whole job, where it is known, once released."""
 
-    def say(self, client: StoreClient, participant: Participant, rank: int, hosting: bool) -> None:
+    def send(self, client: StoreClient, participant: Participant, rank: int, hosting: bool) -> None:
         """Leave the store; `rank`: in the last round."""
         ended, options, settings = participant.ended, participant.options, self._settings
         if client.lost is not None or (ended is not None and ended.outcome == "store"):
