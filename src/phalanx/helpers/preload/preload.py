@@ -29,7 +29,7 @@ from phalanx.helpers.preload.import_effects import as_in_a_script
 from phalanx.helpers.preload.import_recorder import homes as installed_in
 from phalanx.helpers.preload.import_recorder import loads_code
 from phalanx.helpers.preload.packages import GOES_THROUGH_ALL, PACKAGES
-from phalanx.helpers.preload.preload_list import is_listed, left_out, names_in, package_of
+from phalanx.helpers.preload.preload_list import NOT_LISTED, is_listed, left_out, names_in, package_of
 from phalanx.helpers.preload.preload_log import ImportGate
 from phalanx.helpers.preload.renewal import Renewal
 from phalanx.helpers.preload.variables import constants_in, lines_of, variables_set_in
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
     Variables = dict[bytes, bytes]
 
+_MAY_SET = ", which your code may set,"
 SPOILED = 77  # the exit status of a process that must not become the zygote
 
 # A module may warn the one that imports it: such a warning must not be taken for the script's.
@@ -58,7 +59,7 @@ _OF_A_WORKER = frozenset({
     "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 })  # fmt: skip
 _OF_A_WORKER_PREFIXES = ("TORCHELASTIC_", "PHALANX_")
-_HAND_ON = ("subprocess", "ctypes")  # copy all variables for a process that they start
+_HAND_ON = ("subprocess", "ctypes", "uuid")  # copy all variables for a process that they start
 
 
 class ImportResidue:
@@ -180,7 +181,8 @@ class Preload:
         if error is not None and not isinstance(error, ImportError):  # optional ones are recorded, too
             self._refuse(package, f"raises {type(error).__name__}")
         if self._asked:
-            self._refuse(package, f"{self._asked[0]} while it is imported")
+            depends = self._asked[0].endswith(_MAY_SET)
+            self._refuse(package, f"{self._asked[0]} while it is imported", for_all=not depends)
 
     def _look(self) -> None:
         """Whether the last package left anything that does not suit a fork."""
@@ -220,7 +222,7 @@ class Preload:
         if place and not place.startswith(self._homes):
             self._refuse(self._package, f"imports {package} from {os.path.dirname(place)}")
         if place and not is_listed(name) and not _is_part(name, place):
-            self._refuse(self._package, f"imports {package}, which is not on the list of proven packages")
+            self._refuse(self._package, f"imports {package}, which is {NOT_LISTED}", for_all=True)
 
     # -- variables ------------------------------------------------------------------------------------
 
@@ -308,10 +310,11 @@ class _Watched(dict[bytes, bytes]):
     def _note(self, name: object, verb: str = "reads", is_known: bool = False) -> None:
         if not isinstance(name, bytes):
             return
-        if is_known or _is_of_a_worker(name) or not self._may_be_set.isdisjoint((name, b"*")):
+        may_be_set = is_known or not self._may_be_set.isdisjoint((name, b"*"))
+        if may_be_set or _is_of_a_worker(name):
             package, goes_through_all = _user()
             if package not in _HAND_ON and not goes_through_all:
-                self._asked.append(f"{verb} {os.fsdecode(name)}")
+                self._asked.append(f"{verb} {os.fsdecode(name)}{_MAY_SET * may_be_set}")
 
 
 def _user() -> tuple[str, bool]:
