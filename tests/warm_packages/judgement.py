@@ -128,7 +128,8 @@ class Judgement:
             looked_for = GOES_THROUGH_ALL.get(module.row, GOES_THROUGH_ALL.get(name.partition(".")[0]))
             if looked_for is None:
                 module.effects["reads all variables, RANK among them"] = None
-            reads |= set(looked_for or ())
+            else:
+                reads.add(looked_for)
         later = {word for word in facts["c reads"] if not word.startswith(_READ_LATER)}
         for variable in sorted(reads | later):
             if _OF_A_WORKER.fullmatch(variable):

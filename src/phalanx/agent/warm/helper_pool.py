@@ -136,7 +136,8 @@ class HelperPool:
         self._drop_outdated()
         now = self._now
         if self._next is not None and self._next.how == kind and not self._next.importing:
-            self._retire_current()
+            if now is not None:
+                self.retire(now)
             now, self._next = self._next, None
         if now is None or now.how != kind:
             if now is not None:
@@ -156,10 +157,6 @@ class HelperPool:
         closing = helpers.begin_close()
         if closing is not None:
             self._closing.append(closing)
-
-    def _retire_current(self) -> None:
-        if self._now is not None:
-            self.retire(self._now)
 
     def started(self, context: PContext, now: float) -> None:
         """These workers run; look at what they import, now and then."""

@@ -306,30 +306,23 @@ def _key(program: Sequence[str], hidden: Iterable[str], packages: str) -> str:
 
 
 def _state_of_packages() -> str:
-    """Of this Python."""
-    parts = [_FORMAT, sys.executable, sys.version.split()[0]]
-    for path in sys.path:
-        if path.endswith(("site-packages", "dist-packages")):
-            try:
-                parts.append(f"{path}@{_installed_state(path)}")
-            except OSError:
-                pass
-    return "|".join(parts).replace("\n", " ")
-
-
-def _installed_state(folder: str) -> str:
     """Changes when a package is installed, upgraded or removed, and not when byte code is first written."""
     import zlib
 
-    names = []
-    newest = 0
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name != "__pycache__":
-                names.append(entry.name)
-                if entry.name.endswith("-info") or entry.is_file():
-                    newest = max(newest, entry.stat().st_mtime_ns)
-    return f"{zlib.crc32(os.fsencode(chr(0).join(sorted(names)))):08x}.{newest}"
+    parts = [_FORMAT, sys.executable, sys.version.split()[0]]
+    for path in sys.path:
+        if not path.endswith(("site-packages", "dist-packages")):
+            continue
+        try:
+            with os.scandir(path) as found:
+                entries = [entry for entry in found if entry.name != "__pycache__"]
+            dated = [entry for entry in entries if entry.name.endswith("-info") or entry.is_file()]
+            newest = max((entry.stat().st_mtime_ns for entry in dated), default=0)
+        except OSError:
+            continue
+        names = zlib.crc32(os.fsencode(chr(0).join(sorted(entry.name for entry in entries))))
+        parts.append(f"{path}@{names:08x}.{newest}")
+    return "|".join(parts).replace("\n", " ")
 
 
 def _name_of(key: str) -> str:

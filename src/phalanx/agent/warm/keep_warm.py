@@ -63,11 +63,7 @@ class KeepWarm:
         self._name = name_of(learned.key)
         # Now: a job may change some of it, and an end may be too late to look.
         self._key = launch_key(learned.key, preload, environ)
-        self._marks = self._current_marks()
-
-    def _current_marks(self) -> list[str]:
-        """What this launch imports before its first worker, and what that depends on."""
-        return self._learned.first_lines()
+        self._marks = learned.first_lines()  # what it imports before its first worker, and what affects that
 
     # -- the start --------------------------------------------------------------------------------
 
@@ -139,7 +135,9 @@ class KeepWarm:
         return None
 
     def _terms(self, names: list[str]) -> KeptTerms:
-        return KeptTerms(self._name, self._key, self._title, self._idle, self._current_marks(), list(names))
+        return KeptTerms(
+            self._name, self._key, self._title, self._idle, self._learned.first_lines(), list(names)
+        )
 
 
 class StayingHelpers:

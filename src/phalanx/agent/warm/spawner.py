@@ -282,8 +282,10 @@ class Spawner:
     def catch_up(self) -> None:
         """Send and read what can be; events stay for `events`, which must be asked before the next wait."""
         with self._lock:
-            if self.channel.unsent:
-                self._flush()
+            try:
+                self.channel.flush()
+            except OSError:
+                pass
             came, gone = self.channel.pending() if not self.lost else ([], False)
             self.silent = self.silent and not came
             for message, fds in came:
@@ -409,12 +411,6 @@ class Spawner:
                 self.channel.post(message, fds)
         except OSError:
             pass  # the helpers are gone: `events` has HelpersLost
-
-    def _flush(self) -> None:
-        try:
-            self.channel.flush()
-        except OSError:
-            pass
 
     def close(self) -> None:
         """End the helpers and whatever they still have; idempotent and bounded."""

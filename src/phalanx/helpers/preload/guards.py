@@ -8,6 +8,7 @@ version, a plug-in, a package that the user names. A guard is a function that re
 from __future__ import annotations
 
 import os
+import random
 import sys
 
 from phalanx import kernel
@@ -27,18 +28,15 @@ _SHARED = ("socket:", "pipe:", "anon_inode:", "/memfd:")  # siblings would consu
 
 def guards(homes: tuple[str, ...]) -> list[Guard]:
     """All of them, with this moment as the state to compare with; `homes`: where packages are installed."""
-    all_of_them: list[Guard] = [
+    return [
         ImportState().changed,
         _Modules(homes),
         _Threads(),
         _OpenFiles(),
         _SharedMaps(),
         _Processes(),
-        _random_check(),
+        _RandomState(),
     ]
-    if not _has_gil():
-        all_of_them.append(_turns_gil_on)
-    return all_of_them
 
 
 class _Threads:
@@ -53,7 +51,11 @@ class _Threads:
     def __call__(self) -> str:
         if _count_threads() <= self._known:
             return ""
-        child = _fork_silently()
+        import warnings
+
+        with warnings.catch_warnings():  # newer versions of Python warn of a fork beside threads
+            warnings.simplefilter("ignore")
+            child = os.fork()
         if child == 0:
             os._exit(0)
         os.waitpid(child, 0)
@@ -70,15 +72,6 @@ def _count_threads() -> int:
         import threading
 
         return threading.active_count()
-
-
-def _fork_silently() -> int:
-    """Newer versions of Python warn of a fork beside threads; this child runs nothing."""
-    import warnings
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return os.fork()
 
 
 class _OpenFiles:
@@ -161,25 +154,12 @@ class _Modules:
         return ""
 
 
-def _random_check() -> Guard:
+class _RandomState:
     """Python seeds this generator again in a fork, also where an import has seeded it with a constant."""
-    import random
 
-    known = random.getstate()
+    def __init__(self) -> None:
+        self._known = random.getstate()
 
-    def check() -> str:
-        nonlocal known
-        before, known = known, random.getstate()
-        return "uses the random generator of Python" if known != before else ""
-
-    return check
-
-
-def _has_gil() -> bool:
-    """False in a free-threaded interpreter, until a module that needs the lock turns it on for good."""
-    return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
-
-
-def _turns_gil_on() -> str:
-    """In a fork the lock would be on from the first line, and not from the import of that module on."""
-    return "turns the GIL on" if _has_gil() else ""
+    def __call__(self) -> str:
+        before, self._known = self._known, random.getstate()
+        return "uses the random generator of Python" if self._known != before else ""

@@ -18,6 +18,8 @@ It takes less than 100 µs.
 
 from __future__ import annotations
 
+import _locale  # built in, as the next one
+import gc
 import os
 import sys
 
@@ -38,12 +40,11 @@ _HELD = tuple(
 class ImportState:
     """The settings at one moment."""
 
-    __slots__ = ("_handlers", "_values", "_wakeup")
+    __slots__ = ("_handlers", "_values")
 
     def __init__(self) -> None:
         self._values = [read() for _, read in _SETTINGS]
         self._handlers = _handlers()
-        self._wakeup = _wakeup_fd()
 
     def changed(self) -> str:
         """What was changed since the last call: the reason why a package is not preloaded, or ''."""
@@ -58,10 +59,6 @@ class ImportState:
             if before is not after and before != after:
                 why = why or f"sets a handler of {_signal_name(number)}"
         self._handlers = handlers
-        wakeup = _wakeup_fd()
-        if wakeup != self._wakeup:
-            why = why or "sets the wake-up descriptor of signals"
-            self._wakeup = wakeup
         return why
 
 
@@ -121,22 +118,6 @@ def _showwarning() -> _Same:
     return _Same(None if shown is getattr(warnings, "_showwarning_orig", None) else shown)
 
 
-def _start_method() -> _Same:
-    context = getattr(sys.modules.get("multiprocessing.context"), "_default_context", None)
-    return _Same(getattr(context, "_actual_context", None))
-
-
-def _faulthandler() -> bool:
-    module: Any = sys.modules.get("faulthandler")
-    return module is not None and bool(module.is_enabled())
-
-
-def _locale() -> str:
-    import _locale as locale  # built in
-
-    return locale.setlocale(locale.LC_ALL, None)
-
-
 def _directory() -> str:
     try:
         return os.getcwd()
@@ -150,10 +131,6 @@ def _umask() -> int:
     return mask
 
 
-def _affinity() -> set[int]:
-    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
-
-
 def _limits() -> bytes:
     try:
         fd = os.open("/proc/self/limits", os.O_RDONLY | os.O_CLOEXEC)
@@ -165,17 +142,7 @@ def _limits() -> bytes:
         os.close(fd)
 
 
-def _timers() -> list[bool]:
-    kinds = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
-    return [signal.getitimer(kind)[0] > 0 for kind in kinds]
-
-
-def _collector() -> tuple[Any, ...]:
-    import gc  # built in
-
-    return gc.isenabled(), gc.get_threshold(), gc.get_debug()
-
-
+_TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 _SETTINGS: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("edits sys.path", lambda: list(sys.path)),
     ("keeps sys.argv", lambda: (sys.getrefcount(sys.argv), sys.getrefcount(sys.orig_argv))),
@@ -198,28 +165,31 @@ _SETTINGS: tuple[tuple[str, Callable[[], Any]], ...] = (
     ("sets up the root logger", _root_logger),
     ("sets the log record factory", _log_classes),
     ("replaces warnings.showwarning", _showwarning),
-    ("sets the multiprocessing start method", _start_method),
+    (
+        "sets the multiprocessing start method",
+        lambda: _Same(
+            getattr(_attribute("multiprocessing.context", "_default_context"), "_actual_context", None)
+        ),
+    ),
     ("sets the asyncio policy", lambda: _Same(_attribute("asyncio.events", "_event_loop_policy"))),
-    ("sets the default socket timeout", lambda: _default_timeout()),
-    ("enables faulthandler", _faulthandler),
-    ("changes the locale", _locale),
+    ("sets the default socket timeout", lambda: _attribute("_socket", "getdefaulttimeout", lambda: None)()),
+    ("enables faulthandler", lambda: bool(_attribute("faulthandler", "is_enabled", bool)())),
+    ("changes the locale", lambda: _locale.setlocale(_locale.LC_ALL, None)),
     ("changes the directory", _directory),
     ("changes the umask", _umask),
     ("changes the priority", lambda: os.getpriority(os.PRIO_PROCESS, 0)),
-    ("changes the CPU affinity", _affinity),
+    ("changes the CPU affinity", lambda: getattr(os, "sched_getaffinity", lambda _: ())(0)),
     ("changes a resource limit", _limits),
-    ("starts a timer", _timers),
-    ("sets the garbage collector", _collector),
+    ("starts a timer", lambda: [signal.getitimer(kind)[0] > 0 for kind in _TIMERS]),
+    ("sets the garbage collector", lambda: (gc.isenabled(), gc.get_threshold(), gc.get_debug())),
+    ("sets the wake-up descriptor of signals", lambda: _wakeup_fd()),
+    # In a fork it would be on from the first line, and not from the import of a module that needs it on.
+    ("turns the GIL on", lambda: getattr(sys, "_is_gil_enabled", lambda: True)()),
 )
 
 
-def _attribute(module: str, name: str) -> Any:
-    return getattr(sys.modules.get(module), name, None)
-
-
-def _default_timeout() -> Any:
-    socket: Any = sys.modules.get("_socket")
-    return socket.getdefaulttimeout() if socket is not None else None
+def _attribute(module: str, name: str, default: Any = None) -> Any:
+    return getattr(sys.modules.get(module), name, default)
 
 
 # ---- signals -------------------------------------------------------------------------------------

@@ -29,19 +29,22 @@ from phalanx.helpers.preload.import_effects import as_in_a_script
 from phalanx.helpers.preload.import_recorder import homes as installed_in
 from phalanx.helpers.preload.import_recorder import loads_code
 from phalanx.helpers.preload.packages import GOES_THROUGH_ALL, PACKAGES
-from phalanx.helpers.preload.preload_list import is_listed, left_out, names_in, package_of
+from phalanx.helpers.preload.preload_list import NOT_LISTED, is_listed, left_out, names_in, package_of
 from phalanx.helpers.preload.preload_log import ImportGate
 from phalanx.helpers.preload.renewal import Renewal
 from phalanx.helpers.preload.variables import constants_in, lines_of, variables_set_in
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Container, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from typing import Any, NoReturn
 
     from phalanx.helpers.preload.guards import Guard
     from phalanx.helpers.preload.preload_log import PreloadLog
 
+    Variables = dict[bytes, bytes]
+
+_MAY_SET = ", which your code may set,"
 SPOILED = 77  # the exit status of a process that must not become the zygote
 
 # A module may warn the one that imports it: such a warning must not be taken for the script's.
@@ -56,7 +59,7 @@ _OF_A_WORKER = frozenset({
     "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
 })  # fmt: skip
 _OF_A_WORKER_PREFIXES = ("TORCHELASTIC_", "PHALANX_")
-_HAND_ON = ("subprocess", "ctypes")  # copy all variables for a process that they start
+_HAND_ON = ("subprocess", "ctypes", "uuid")  # copy all variables for a process that they start
 
 
 class ImportResidue:
@@ -111,7 +114,6 @@ class Preload:
         self._gate = ImportGate(log.fd)
         self._report = report
         self._homes = installed_in()
-        self._installed: dict[str, bool] = {}  # by top-level name
         self._own: dict[bytes, bytes | None] = {}  # variables that the script sets: their values before
         self._asked: list[str] = []  # what an import must not do: "reads RANK"
         self._package = ""  # that is being imported
@@ -150,7 +152,9 @@ class Preload:
             _put(variable, old)
         left.printed = self._console.printed()
         left.files = {
-            int(fd): what for fd, what in _descriptors().items() if fd not in self._fds and _is_file(what)
+            int(fd): what
+            for fd, what in _descriptors().items()
+            if fd not in self._fds and os.path.isfile(what)
         }
         left.renewal = Renewal(
             line for name, row in PACKAGES.items() if name in sys.modules for line in row[2]
@@ -162,7 +166,9 @@ class Preload:
         users, line = line.startswith("*"), line.removeprefix("*")
         name, _, parts = line.partition(":")
         package = package_of(name)
-        if (name in sys.modules and not parts) or not self._is_installed(name.partition(".")[0]):
+        top = name.partition(".")[0]
+        is_installed = top in sys.builtin_module_names or _place(top, None).startswith(self._homes)
+        if (name in sys.modules and not parts) or not is_installed:
             return
         if package != self._package:
             self._look()
@@ -175,7 +181,8 @@ class Preload:
         if error is not None and not isinstance(error, ImportError):  # optional ones are recorded, too
             self._refuse(package, f"raises {type(error).__name__}")
         if self._asked:
-            self._refuse(package, f"{self._asked[0]} while it is imported")
+            depends = self._asked[0].endswith(_MAY_SET)
+            self._refuse(package, f"{self._asked[0]} while it is imported", for_all=not depends)
 
     def _look(self) -> None:
         """Whether the last package left anything that does not suit a fork."""
@@ -187,11 +194,6 @@ class Preload:
     def _refuse(self, package: str, why: str, for_all: bool = False) -> NoReturn:
         self._log.refuse(package, why, for_all)
         os._exit(SPOILED)
-
-    def _is_installed(self, top: str) -> bool:
-        if top not in self._installed:
-            self._installed[top] = _is_installed(top, self._homes)
-        return self._installed[top]
 
     # -- as a finder: the first that is asked ---------------------------------------------------------
 
@@ -220,7 +222,7 @@ class Preload:
         if place and not place.startswith(self._homes):
             self._refuse(self._package, f"imports {package} from {os.path.dirname(place)}")
         if place and not is_listed(name) and not _is_part(name, place):
-            self._refuse(self._package, f"imports {package}, which is not on the list of proven packages")
+            self._refuse(self._package, f"imports {package}, which is {NOT_LISTED}", for_all=True)
 
     # -- variables ------------------------------------------------------------------------------------
 
@@ -229,7 +231,7 @@ class Preload:
         environ: Any = os.environ
         before: dict[bytes, bytes] = environ._data
         may_be_set = set() if self._package in self._chosen else self._may_be_set
-        during = environ._data = _Watched(before, self._asked, may_be_set, self._own)
+        during = environ._data = _Watched(before, self, may_be_set)
         os.environb._data = during  # type: ignore[attr-defined]  # the two share it
         raised: BaseException | None = None
         try:
@@ -243,12 +245,11 @@ class Preload:
                     continue
                 # The following imports find it, too. It is repeated in every worker (`run`), but for that of
                 # an import that failed: a worker tries it again.
-                if self._is_users_choice:  # the script does it later
-                    left.variables[key] = (left.variables.get(key, (old, None))[0], new)
-                    new = old
-                elif raised is not None:
+                if raised is not None:
                     self._own.setdefault(key, old)
-                _put(key, new)
+                elif self._is_users_choice:
+                    left.variables[key] = (left.variables.get(key, (old, None))[0], new)
+                _put(key, old if self._is_users_choice else new)  # the script imports it later
         return raised
 
 
@@ -263,9 +264,7 @@ def _choose(lines: list[str]) -> list[str]:
     return [*first, "#", *lines_of(may_be_set), *later]
 
 
-def _differences(
-    before: dict[bytes, bytes], after: dict[bytes, bytes]
-) -> list[tuple[bytes, bytes | None, bytes | None]]:
+def _differences(before: Variables, after: Variables) -> list[tuple[bytes, bytes | None, bytes | None]]:
     """Variables, their values before and after; None: not set."""
     both = ((name, before.get(name), after.get(name)) for name in sorted(before.keys() | after.keys()))
     return [one for one in both if one[1] != one[2]]
@@ -278,17 +277,10 @@ class _Watched(dict[bytes, bytes]):
     package sets would be in effect before the script sets it.
     """
 
-    def __init__(
-        self,
-        variables: dict[bytes, bytes],
-        asked: list[str],
-        may_be_set: set[bytes],
-        own: Container[bytes],
-    ) -> None:
+    def __init__(self, variables: Variables, preload: Preload, may_be_set: set[bytes]) -> None:
         super().__init__((name, value) for name, value in variables.items() if not _is_of_a_worker(name))
-        self._asked = asked
+        self._asked, self._own = preload._asked, preload._own
         self._may_be_set = may_be_set
-        self._own = own
 
     def __getitem__(self, name: bytes) -> bytes:
         self._note(name)
@@ -318,16 +310,17 @@ class _Watched(dict[bytes, bytes]):
     def _note(self, name: object, verb: str = "reads", is_known: bool = False) -> None:
         if not isinstance(name, bytes):
             return
-        if is_known or _is_of_a_worker(name) or not self._may_be_set.isdisjoint((name, b"*")):
+        may_be_set = is_known or not self._may_be_set.isdisjoint((name, b"*"))
+        if may_be_set or _is_of_a_worker(name):
             package, goes_through_all = _user()
             if package not in _HAND_ON and not goes_through_all:
-                self._asked.append(f"{verb} {os.fsdecode(name)}")
+                self._asked.append(f"{verb} {os.fsdecode(name)}{_MAY_SET * may_be_set}")
 
 
 def _user() -> tuple[str, bool]:
     """The package that uses the environment, and whether it goes through all of it."""
     frame, goes_through_all = sys._getframe(2), False
-    while (name := frame.f_globals.get("__name__", "")) in (__name__, "os", "collections.abc"):
+    while (name := str(frame.f_globals.get("__name__"))) in (__name__, "os", "collections.abc"):
         assert frame.f_back is not None
         goes_through_all = goes_through_all or frame.f_code.co_name == "__iter__"
         frame = frame.f_back
@@ -407,21 +400,6 @@ def _copy(fd: int) -> int | None:
         return None
 
 
-def _is_installed(top: str, homes: tuple[str, ...]) -> bool:
-    if top in sys.builtin_module_names:
-        return True
-    from importlib.machinery import PathFinder
-
-    try:
-        spec = PathFinder.find_spec(top)
-    except Exception:  # noqa: BLE001 - a third-party import hook
-        return False
-    if spec is None:
-        return False
-    places = [spec.origin] if spec.origin else list(spec.submodule_search_locations or ())
-    return bool(places) and all(place is not None and place.startswith(homes) for place in places)
-
-
 def _place(name: str, path: Any) -> str:
     """The file of a module that is about to be imported; empty: there is none."""
     from importlib.machinery import PathFinder
@@ -451,7 +429,3 @@ def _descriptors() -> dict[str, str]:
         except OSError:
             pass
     return found
-
-
-def _is_file(what: str) -> bool:
-    return what.startswith("/") and os.path.isfile(what)

@@ -57,7 +57,8 @@ def left_out(name: str, may_be_set: frozenset[str] | None) -> str:
         return ""
     reads = sorted(reads_of(package, PACKAGES))
     if may_be_set is None:
-        read, why = _some(reads), "and your code sets variables whose names are computed"
+        read = ", ".join(reads[:3]) + ", …" * (len(reads) > 3)
+        why = "and your code sets variables whose names are computed"
     else:
         read = next((one for one in sorted(may_be_set) if is_read(one, reads)), "")
         why = "which your code may set"
@@ -84,7 +85,3 @@ def names_in(lines: Iterable[str]) -> set[str]:
 def is_read(variable: str, reads: Iterable[str]) -> bool:
     """`reads`: names, or the beginning of some (NAME*)."""
     return any(variable.startswith(word[:-1]) if word.endswith("*") else variable == word for word in reads)
-
-
-def _some(words: list[str]) -> str:
-    return ", ".join(words[:3]) + (", …" if len(words) > 3 else "")

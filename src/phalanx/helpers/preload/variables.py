@@ -98,11 +98,15 @@ def lines_of(may_be_set: frozenset[str] | None) -> list[str]:
     return ["~*"] if may_be_set is None else [f"~{name}" for name in sorted(may_be_set)]
 
 
+class _NotConstant(Exception):
+    """The name of a variable cannot be known."""
+
+
 def _set_in(nodes: Iterable[Any]) -> frozenset[str] | None:
-    found: set[str] | None = set()
-    for node in nodes:
-        found = _and(found, _set_by_node(node))
-    return None if found is None else frozenset(found)
+    try:
+        return frozenset().union(*map(_set_by_node, nodes))
+    except _NotConstant:
+        return None
 
 
 def nodes_of(tree: Any, called: bool = False) -> Iterator[Any]:
@@ -125,34 +129,31 @@ def nodes_of(tree: Any, called: bool = False) -> Iterator[Any]:
             ]
 
 
-def _set_by_node(node: Any) -> set[str] | None:
-    """The variables that this statement or call sets; None if their names are computed."""
+def _set_by_node(node: Any) -> set[str]:
+    """The variables that this statement or call sets; _NotConstant if their names are."""
     kind = type(node).__name__
     if _hands_on(node, kind):
-        return None  # under another name, anything may be done with it
+        raise _NotConstant  # under another name, anything may be done with it
     if kind in ("Assign", "AnnAssign", "AugAssign", "Delete", "For", "NamedExpr"):
-        targets = node.targets if kind in ("Assign", "Delete") else [node.target]
-        found: set[str] | None = set()
-        for target in targets:
+        found: set[str] = set()
+        for target in node.targets if kind in ("Assign", "Delete") else [node.target]:
             if type(target).__name__ == "Subscript" and _is_environ(target.value):
-                found = _and(found, _texts_of([target.slice]))
+                found |= _texts_of([target.slice])
             elif _is_environ(target):  # os.environ |= ...
-                found = _and(found, _texts_of([node.value]))
+                found |= _texts_of([node.value])
         return found
-    if kind == "ImportFrom":
-        renamed = any(alias.asname and alias.name in _OF_OS for alias in node.names)
-        return None if renamed and node.module == "os" else set()
+    if kind == "ImportFrom" and any(alias.asname and alias.name in _OF_OS for alias in node.names):
+        raise _NotConstant
     if kind != "Call":
         return set()
-    function = node.func
-    name = getattr(function, "attr", getattr(function, "id", ""))
-    words = _texts_of([argument.value for argument in node.keywords if argument.arg is None])
-    if _is_setter(function):
-        words = _and(words, {argument.arg for argument in node.keywords if argument.arg is not None})
-        return _and(words, _texts_of(node.args if name == "update" else node.args[:1]))
-    if name in ("putenv", "unsetenv", "setenv"):
-        return _texts_of(node.args[:1])
-    return None if "dotenv" in name else set()
+    name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+    if "dotenv" in name:
+        raise _NotConstant
+    if _is_setter(node.func):
+        words = {argument.arg for argument in node.keywords if argument.arg is not None}
+        more = [argument.value for argument in node.keywords if argument.arg is None]
+        return words | _texts_of(more + (node.args if name == "update" else node.args[:1]))
+    return _texts_of(node.args[:1]) if name in ("putenv", "unsetenv", "setenv") else set()
 
 
 def _hands_on(node: Any, kind: str) -> bool:
@@ -182,22 +183,15 @@ def _is_environ(node: Any) -> bool:
     return getattr(node, "attr", getattr(node, "id", "")) in ("environ", "environb")
 
 
-def _texts_of(nodes: list[Any]) -> set[str] | None:
-    """The constants, and the keys of dictionaries; None if there is anything else."""
+def _texts_of(nodes: list[Any]) -> set[str]:
+    """The constants, and the keys of dictionaries; _NotConstant if there is anything else."""
     found: set[str] = set()
     for node in nodes:
         kind = type(node).__name__
         if kind == "Constant" and isinstance(node.value, str | bytes):
             found.add(os.fsdecode(node.value))
-        elif kind == "Dict" and all(key is not None for key in node.keys):
-            inner = _texts_of(node.keys)
-            if inner is None:
-                return None
-            found |= inner
+        elif kind == "Dict" and None not in node.keys:
+            found |= _texts_of(node.keys)
         else:
-            return None
+            raise _NotConstant
     return found
-
-
-def _and(one: set[str] | None, two: set[str] | None) -> set[str] | None:
-    return None if one is None or two is None else one | two
