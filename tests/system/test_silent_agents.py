@@ -14,9 +14,11 @@ from pathlib import Path
 
 import pytest
 
+from phalanx.cli import status
 from phalanx.cli.runs import local_agents
 from phalanx.errors import UsageError
 from phalanx.observe import run_registry
+from phalanx.observe.local_agents import LocalAgent
 from tests.conftest import HUNG, as_nobody, drop_privileges, wait_until
 from tests.support.run_helpers import FOREVER, PHALANX, Running, plain_environment, script
 from tests.system.hostile_user import NOBODY, as_root, doing
@@ -83,6 +85,26 @@ def test_a_command_waits_once_for_an_agent_that_does_not_answer(tmp_path: Path) 
             done = told(command, run)
             assert done.returncode == 1
             assert f"no job '{run}' of this user runs on this machine\n" in done.stderr
+
+
+def test_the_state_of_all_jobs_does_not_wait_for_their_devices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An agent that has answered, and does not answer again; with a RUN, the question is for other nodes."""
+    run = f"again-{os.getpid()}"
+    with a_job(tmp_path, run) as job:
+        monkeypatch.setattr(status, "WORK", 10 * HUNG)
+        answer = status.local_agents
+
+        def once(command: str, everyone: bool) -> list[LocalAgent]:
+            found = answer(command, everyone)
+            job.signal(signal.SIGSTOP)
+            return found
+
+        monkeypatch.setattr(status, "local_agents", once)
+        assert status.main([]) == 0
+        assert run in capsys.readouterr().out
+        job.signal(signal.SIGCONT)
 
 
 def registered(run: str) -> bool:

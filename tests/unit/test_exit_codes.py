@@ -170,6 +170,38 @@ def test_verdicts(
     assert verdict.reason.endswith(why)
 
 
+IN_QUEUE = "preempted, or requeued by an operator; Slurm has put the job back into the queue"
+# PreemptMode and GraceTime of the job; the code that SIGTERM has led to; what Slurm shows of the job, which
+# had been requeued once before; whether we requeue it, and why. The batch step gets SIGTERM, too.
+PREEMPTIONS = [
+    ("REQUEUE 15", TERM, "RUNNING", "2026-11-16T23:33:26", 1, True, "preempted (exit code 143)"),
+    ("REQUEUE 15", 0, "RUNNING", "2026-11-16T23:33:26", 1, False, "all workers succeeded"),
+    ("REQUEUE 15", 93, "RUNNING", "2026-11-16T23:33:26", 1, False, "exit code 93 says 'do not retry'"),
+    ("REQUEUE 15", 94, "RUNNING", "2026-11-16T23:33:26", 1, True, "preempted (exit code 94)"),
+    ("REQUEUE 15", TERM, "COMPLETING", "2026-11-16T23:33:26", 2, False, IN_QUEUE),  # it took too long
+    ("REQUEUE 0", TERM, "COMPLETING", "2026-11-16T23:33:26", 2, False, IN_QUEUE),
+    ("REQUEUE 0", TERM, "PENDING", "2026-11-16T23:33:26", 2, False, IN_QUEUE),
+    ("CANCEL 15", TERM, "RUNNING", "2026-11-16T23:33:26", 1, True, "preempted (exit code 143)"),
+    ("CANCEL 15", TERM, "COMPLETING", "2026-11-16T23:33:26", 1, False, "preempted, and Slurm ends the job"),
+    ("CANCEL 0", TERM, "PREEMPTED", "2026-11-16T23:33:26", 1, False, "preempted, and Slurm ends the job"),
+    ("scancel", TERM, "COMPLETING", "None", 1, False, "the job was cancelled"),
+    ("scancel --batch", TERM, "RUNNING", "None", 1, False, "the job was cancelled"),
+]
+
+
+@pytest.mark.parametrize("noticed", [False, True])
+@pytest.mark.parametrize("case", PREEMPTIONS, ids=[" ".join(map(str, case[:3])) for case in PREEMPTIONS])
+def test_sigterm_in_a_submitted_job(case: tuple[str, int, str, str, int, bool, str], noticed: bool) -> None:
+    """`noticed`: the time limit was near as well."""
+    _, code, state, since, restarts, again, why = case
+    job = read_job(f"JobId=7 JobState={state} Restarts={restarts} PreemptTime={since} BatchHost=n1")
+    outcome = AgentOutcome("n1", "SUCCEEDED", 0) if not code else bad(code)
+    attempt = AttemptEnd(15, number=1, most=2, noticed=noticed, stopped=True)
+    verdict = judge([outcome], attempt, job)
+    assert (verdict.code, verdict.again) == (code, again)
+    assert verdict.reason == (f"{why}; requeue 2 of 2" if again else why)
+
+
 def test_nodes_that_the_next_attempt_avoids() -> None:
     unfit = judge([bad(95, "n3"), bad(94, "n4"), bad(95, "n3")], AttemptEnd(1, most=2), RUNS)
     assert (unfit.again, unfit.exclude) == (True, ("n3",))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -158,6 +159,24 @@ def test_no_host_is_an_option_of_ssh(tmp_path: Path) -> None:
 def test_the_users_own_time_to_connect_counts() -> None:
     assert "ConnectTimeout=20" in _options({"connecttimeout": "none"}, "/tmp/x")
     assert not any("ConnectTimeout" in word for word in _options({"connecttimeout": "60"}, "/tmp/x"))
+
+
+def test_each_host_has_its_own_settings(tmp_path: Path) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text("""#!/bin/sh
+case "$*" in
+"-G -- a") echo hostname front ;;
+"-G -- b") printf 'hostname back\\nconnecttimeout 60\\ncontrolpath /tmp/of-the-user\\n' ;;
+*) echo "$@" | head -n 1 >> "$0.$(echo "$@" | sed 's/.* -- \\(.\\) exec .*/\\1/; q')"; exit 255 ;;
+esac
+""")
+    ssh.chmod(0o755)
+    assert run("--hosts", "a,b", "--ssh", str(ssh), script(tmp_path, "")).code == 94
+    first, second = ((tmp_path / f"ssh.{host}").read_text() for host in "ab")
+    assert "ConnectTimeout=20" in first
+    assert f"ControlPath={tempfile.gettempdir()}" in first
+    assert "ConnectTimeout" not in second
+    assert "ControlPath" not in second
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ from phalanx.observe.duration import duration
 from phalanx.observe.local_agents import FIND, WORK, LocalAgent, as_dict, put_all, states
 from phalanx.observe.status_text import format_job
 
+_DEVICES = 0.5  # seconds for the devices at least, where an agent has not answered before
+
 
 def make_parser() -> Parser:
     """The options."""
@@ -57,6 +59,7 @@ def main(argv: Sequence[str]) -> int:
         with remote_job(options) as job:
             found = [LocalAgent("", os.geteuid(), job.status())]
     else:
+        begin = time.monotonic()
         here, silent = answering_and_silent("status", options.all_users)
         if options.watch:
             from phalanx.cli.watch import watch
@@ -66,7 +69,8 @@ def main(argv: Sequence[str]) -> int:
             return _all_runs(here, silent, options.run, options.json)
         if options.link:
             return _links(fitting(here, options.run), options.run)
-        found = with_peers(fitting(here, options.run), bool(options.run))
+        left = max(_DEVICES, begin + FIND - time.monotonic())
+        found = with_peers(fitting(here, options.run), bool(options.run), WORK if options.run else left)
     if options.json:
         print(json.dumps([as_dict(one) for one in found], indent=2))
     elif found:
@@ -112,9 +116,11 @@ def how_it_ended(word: str) -> str:
     return printable(f"; run {run.run} {run.outcome} {ago} ago{code}{why}".replace("\n", " "))
 
 
-def with_peers(here: Sequence[LocalAgent], everywhere: bool) -> list[LocalAgent]:
-    """These agents with their devices; `everywhere`: the first of each job with the nodes elsewhere, too."""
-    told = states(here, {"ask": "status", "gpus": True, **({"all": True} if everywhere else {})}, WORK)
+def with_peers(here: Sequence[LocalAgent], everywhere: bool, patience: float) -> list[LocalAgent]:
+    """These agents with their devices; `everywhere`: the first of each job with the nodes elsewhere, too.
+
+    An agent that does not answer within `patience` is shown as it was, without its devices."""
+    told = states(here, {"ask": "status", "gpus": True, **({"all": True} if everywhere else {})}, patience)
     found = [{one.name: one for one in told}.get(agent.name, agent) for agent in here]
     local = {(agent.job.run, agent.job.pid, agent.job.id) for agent in found}
     known: set[str] = set()

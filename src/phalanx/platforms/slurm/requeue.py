@@ -125,8 +125,8 @@ def _advice(code: int, attempt: AttemptEnd, job: SlurmJob) -> Retry:
         return Retry(False, f"{lost}; Slurm has put the job back into the queue")
     if not job.runs:
         return Retry(False, "preempted, and Slurm ends the job" if job.preempted else "the job was cancelled")
-    if job.preempted and code != DO_NOT_RETRY:
-        return Retry(True, f"preempted (exit code {code})")
+    if job.preempted:
+        return retry(code) if code == DO_NOT_RETRY else Retry(True, f"preempted (exit code {code})")
     if attempt.stopped:
         return Retry(False, "the job was cancelled")
     if code == SIGNALED + PREEMPT_SIGNAL and not attempt.noticed:

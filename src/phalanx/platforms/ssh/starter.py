@@ -68,11 +68,12 @@ class _Starter:
             self._handled.append(signal.SIGHUP)
         self._patience = float(job.cluster.rdzv_conf.get("store_grace", _PATIENCE))
         self._over = threading.Event()
-        settings = _settings_of(ssh, job.cluster.hosts[0])
-        endpoint = _endpoint(job, settings)
+        endpoint = ""
         token = secrets.token_hex(32)
         environ = {**own_environment(), **one_question_at_a_time(directory)}
         for rank, host in enumerate(job.cluster.hosts):
+            settings = _settings_of(ssh, host)
+            endpoint = endpoint or _endpoint(job, settings)
             described = {
                 "argv": python_command("phalanx", "run", *_words(job, argv, rank, host, endpoint)),
                 "directory": os.getcwd(),
