@@ -94,14 +94,14 @@ def test_the_state_of_all_jobs_does_not_wait_for_their_devices(
     run = f"again-{os.getpid()}"
     with a_job(tmp_path, run) as job:
         monkeypatch.setattr(status, "WORK", 10 * HUNG)
-        answer = status.local_agents
+        answer = status.answering_and_silent
 
-        def once(command: str, everyone: bool) -> list[LocalAgent]:
+        def once(command: str, everyone: bool) -> tuple[list[LocalAgent], list[int]]:
             found = answer(command, everyone)
             job.signal(signal.SIGSTOP)
             return found
 
-        monkeypatch.setattr(status, "local_agents", once)
+        monkeypatch.setattr(status, "answering_and_silent", once)
         assert status.main([]) == 0
         assert run in capsys.readouterr().out
         job.signal(signal.SIGCONT)
@@ -113,8 +113,9 @@ def registered(run: str) -> bool:
 
 
 def listed(run: str, **env: str) -> list[str]:
-    """The states in which `phalanx list` shows a run."""
-    return [row["state"] for row in json.loads(told("list", "--json", **env).stdout) if row["run"] == run]
+    """The states in which `phalanx status --all` shows a run."""
+    rows = json.loads(told("status", "--all", "--json", **env).stdout)
+    return [row["state"] for row in rows if row["run"] == run]
 
 
 def test_an_agent_that_is_stopped_does_not_look_ended(tmp_path: Path) -> None:
@@ -126,7 +127,7 @@ def test_an_agent_that_is_stopped_does_not_look_ended(tmp_path: Path) -> None:
         assert f"no answer from pid {job.agent} within 2 s" in told("status", run).stderr
         assert follower.process.poll() is None
         assert listed(run) == ["no answer"]
-        assert f"{run}  train.py  no answer  " in told("list").stdout
+        assert f"{run}  train.py  no answer  " in told("status", "--all").stdout
         job.signal(signal.SIGCONT)
         wait_until(lambda: listed(run) == ["running"], "an answer of the agent")
         job.signal(signal.SIGTERM)
@@ -174,7 +175,7 @@ def test_jobs_of_two_namespaces_do_not_see_each_other(tmp_path: Path) -> None:
         assert listed(run) == ["running"]
         for apart in (other, ""):
             assert listed(run, PHALANX_NAMESPACE=apart) == []
-            for words in (["logs"], ["logs", run], ["events", run]):
+            for words in (["logs"], ["logs", run], ["logs", run, "--events"]):
                 done = told(*words, PHALANX_NAMESPACE=apart)
                 assert (done.returncode, done.stdout) == (1, ""), words
         assert told("status", run, PHALANX_NAMESPACE=other).returncode == 1
