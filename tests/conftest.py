@@ -161,11 +161,23 @@ def pytest_configure() -> None:
         del os.environ[name]
 
 
+def _torch_is(*version: int) -> bool:
+    """Whether the installed torch is this version or a later one."""
+    from importlib.metadata import PackageNotFoundError
+    from importlib.metadata import version as installed
+
+    try:
+        return tuple(map(int, installed("torch").split(".")[:2])) >= version
+    except PackageNotFoundError:
+        return False
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`long` tests only when asked for with -m long; they are not skipped but left out."""
-    if "long" in (config.getoption("-m") or ""):
-        return
-    left_out = [item for item in items if item.get_closest_marker("long")]
+    """`long` tests only with -m long, `newest_torch` only with it; they are not skipped but left out."""
+    absent = set() if "long" in (config.getoption("-m") or "") else {"long"}
+    if not _torch_is(2, 15):
+        absent.add("newest_torch")
+    left_out = [item for item in items if any(map(item.get_closest_marker, absent))]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if not item.get_closest_marker("long")]
+        items[:] = [item for item in items if item not in left_out]

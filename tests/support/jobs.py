@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.metadata
-import importlib.util
 import os
 import signal
 import subprocess
@@ -35,14 +33,6 @@ def python_with(*modules: str) -> str:
     if os.environ.get("CI"):
         pytest.fail(why)
     pytest.skip(why)
-
-
-def torch_is(*version: int) -> bool:
-    """Whether the installed torch is this version or a later one."""
-    if importlib.util.find_spec("torch") is None:
-        return False
-    found = importlib.metadata.version("torch").split(".")
-    return tuple(map(int, found[:2])) >= version
 
 
 class Job:

@@ -15,7 +15,6 @@ import pytest
 
 from tests.conftest import HUNG
 from tests.support.hang_scenarios import Plan, expected, program
-from tests.support.jobs import torch_is
 from tests.support.netns import Job
 from tests.support.run_helpers import Ended, Running, plain_environment
 from tests.support.trials import TRIALS
@@ -131,7 +130,7 @@ dist.all_reduce(torch.ones(4))
 """
 
 
-@pytest.mark.skipif(not torch_is(2, 15), reason="backends in Python, which torch's recorder is attached to")
+@pytest.mark.newest_torch  # backends in Python, which torch's recorder is attached to
 def test_a_backend_whose_recorder_has_another_name_and_no_completion(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
     path.write_text(UNRECORDED)

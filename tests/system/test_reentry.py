@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import HUNG
 from tests.support import jobs
-from tests.support.jobs import python_with, torch_is
+from tests.support.jobs import python_with
 from tests.support.netns import Job, Network, Node, free_port, possible
 from tests.support.run_helpers import Ended, ended, plain_environment, run, script
 
@@ -462,7 +462,7 @@ os._exit(0)
 )
 
 
-@pytest.mark.skipif(not torch_is(2, 15), reason="backends in Python")
+@pytest.mark.newest_torch  # backends in Python
 def test_groups_of_other_backends_are_aborted(tmp_path: Path) -> None:
     words = ("--nproc-per-node", "3", "--max-restarts", "1", "--backoff", "0", script(tmp_path, ABORTED))
     with jobs.Job(tmp_path / "job", *words) as job:
