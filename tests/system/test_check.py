@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from phalanx.agent.job import _own_check
 from phalanx.check.meeting import Measuring, MeetingVerdict, meet
 from phalanx.check.pair_link import PairLink
 from phalanx.check.way_to_store import resolve
@@ -35,6 +36,7 @@ from phalanx.core.diagnosis.fitness import (
 )
 from phalanx.core.exit_codes import UNFIT_NODE
 from phalanx.errors import StoreAuthError
+from phalanx.job.config import parse
 from phalanx.store.embedded.client import Client
 from phalanx.store.embedded.server import Server
 from phalanx.store.net.token import Token
@@ -155,6 +157,16 @@ def test_a_machine_alone_looks_at_its_name_and_ports_but_at_no_store() -> None:
     names = {row["check"] for row in json.loads(done.out)["checks"]}
     assert names >= {"own name", "port 29400", "port 29500", "memory", "GPUs"}
     assert not any(name.startswith(("reach", "token", "store")) for name in names)
+
+
+def test_a_node_that_joins_is_not_asked_for_ports_and_variables() -> None:
+    """Not even where variables name the store of its job."""
+    words = _own_check(parse(["--check", "--no-python", "true"], {}))
+    env = plain_environment(PET_RDZV_ENDPOINT="no-such-host.invalid:1", RANK="1", NCCL_SOCKET_IFNAME="no0")
+    found = conforming("check", ended([*CHECK, *words], env).out)["checks"]
+    names = {row["check"] for row in found}
+    assert names >= {"memory", "open files", "NUMA"}
+    assert not any(name.startswith(("own name", "port", "name", "NCCL", "rank")) for name in names), names
 
 
 def test_a_wrong_token_says_where_ours_is_from(server: Server, tmp_path: Path) -> None:

@@ -120,4 +120,8 @@ TYPES: dict[str, tuple[str, Any]] = {
 def schema(name: str) -> str:
     """The JSON Schema, as text."""
     title, kind = TYPES[name]
-    return json.dumps({"title": title, **msgspec.json.schema(kind)}, indent=2) + "\n"
+    found = msgspec.json.schema(kind)
+    for part in found.get("$defs", {}).values():
+        # Python 3.13 keeps docstrings without the indentation of their lines.
+        part["description"] = " ".join(part["description"].split())
+    return json.dumps({"title": title, **found}, indent=2) + "\n"
