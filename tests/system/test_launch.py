@@ -19,6 +19,7 @@ from phalanx.agent.logs.specs import DefaultLogsSpecs
 from phalanx.elastic.agent.elastic_launch import LaunchConfig, elastic_launch, launch_agent
 from phalanx.errors import ChildFailedError, SignalException, StartError
 from phalanx.job.environment import SIGNALS
+from phalanx.job.numa import cpus_for
 from tests.conftest import HUNG
 from tests.support.run_helpers import plain_environment, script
 
@@ -293,6 +294,14 @@ def test_defaults() -> None:
     both = LaunchConfig(1, 1, 1, rdzv_timeout=7, rdzv_configs={"timeout": 5})
     assert both.rdzv_configs == {"timeout": 7}
     assert LaunchConfig(1, 1, 1).rdzv_configs is not LaunchConfig(1, 1, 1).rdzv_configs
+
+
+def test_torchs_own_numa_options_bind_the_workers(tmp_path: Path) -> None:
+    binding = pytest.importorskip("torch.numa.binding")
+    options = binding.NumaOptions(binding.AffinityMode.EXCLUSIVE, should_fall_back_if_binding_fails=True)
+    expected = {rank: cpus_for(rank, 2, options) or os.sched_getaffinity(0) for rank in range(2)}
+    made = elastic_launch(config(tmp_path, numa_options=options), lambda: os.sched_getaffinity(0))()
+    assert made == expected
 
 
 @pytest.mark.parametrize(("text", "value"), [("", 30), ("5", 5), ("0", 0), ("2.5", 2.5)])

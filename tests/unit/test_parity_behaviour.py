@@ -304,6 +304,35 @@ def own_agent(lib: Library) -> Any:
     return json.loads(in_python(lib, AGENT))
 
 
+NODES = """
+import os, sys, tempfile
+from concurrent.futures import ThreadPoolExecutor
+from ROOT.elastic.agent.server.api import WorkerSpec
+from ROOT.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from ROOT.elastic.multiprocessing import DefaultLogsSpecs
+from ROOT.elastic.rendezvous import RendezvousParameters
+from ROOT.elastic.rendezvous.registry import get_rendezvous_handler
+from ROOT.elastic.utils.distributed import get_free_port
+
+def node(endpoint, folder, address):
+    code = f"import os; open({folder!r} + '/' + os.environ['RANK'], 'w').write(os.environ['MASTER_ADDR'])"
+    handler = get_rendezvous_handler(RendezvousParameters("c10d", endpoint, "job", 2, 2))
+    more = {"monitor_interval": 0.05, "master_addr": address}
+    spec = WorkerSpec("r", 1, handler, entrypoint=sys.executable, args=("-c", code), **more)
+    return LocalElasticAgent(spec, DefaultLogsSpecs(os.path.join(folder, "logs"))).run().state.name
+
+with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
+    for address in "train-0.no-such-domain.invalid", "192.0.2.1":
+        where = f"localhost:{get_free_port()}", folder, address
+        states = [done.result() for done in [pool.submit(node, *where) for _ in range(2)]]
+        print(states, [open(os.path.join(folder, rank)).read() for rank in "01"])
+"""
+
+
+def two_nodes(lib: Library) -> str:
+    return in_python(lib, NODES)
+
+
 CONTEXT_WORKER = """
 import os, sys
 
@@ -662,6 +691,7 @@ BEHAVIOUR = [
         "a subclass's `_shutdown` at every stop; a `master_addr` that this host does not have",
         own_agent,
     ),
+    Behaviour("agents", "two nodes and a `master_addr` that cannot be resolved, or bound", two_nodes),
     Behaviour(
         "events",
         "metrics of agents and of subclasses; exit code, host and back end in events; `UNKNOWN` workers",
