@@ -157,12 +157,6 @@ class GoodputExchange:
     def _mine(self, own: NodeGoodput) -> Put:
         return Put(self._ledgers + self._node, encode_ledger(self._job, own.totals, final=True))
 
-    def _learn(self, others: dict[str, tuple[GoodputTotals, bool]], key: str, value: bytes) -> None:
-        node = key.removeprefix(self._ledgers)
-        ledger = decode_ledger(value, self._job)
-        if ledger is not None and node != self._node:
-            others[node] = ledger
-
     def _wait_for_ledgers(self, nodes: str) -> dict[str, tuple[GoodputTotals, bool]]:
         others: dict[str, tuple[GoodputTotals, bool]] = {}
         here: set[str] = set()
@@ -177,8 +171,10 @@ class GoodputExchange:
         def heard_ledger(changes: tuple[Change, ...]) -> None:
             with changed:
                 for entry, deleted in news(changes):
-                    if not deleted:
-                        self._learn(others, entry.key, entry.value)
+                    node = entry.key.removeprefix(self._ledgers)
+                    ledger = None if deleted else decode_ledger(entry.value, self._job)
+                    if ledger is not None and node != self._node:
+                        others[node] = ledger
                 changed.notify()
 
         def heard_node(changes: tuple[Change, ...]) -> None:

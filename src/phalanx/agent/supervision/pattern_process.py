@@ -133,7 +133,8 @@ class PatternSearch:
                 found = self._pattern.search(line)
                 if found is not None:
                     self._at = time.monotonic()
-                    if self._finite and not is_finite(_value(found)):
+                    value = found[1] if found.re.groups else found[0]
+                    if self._finite and not is_finite(value or ""):
                         self._report_value(file.rank, line)
         except PatternTooSlow:
             _report(f"slow {file.rank}")
@@ -151,10 +152,6 @@ class PatternSearch:
 
     def _publish(self) -> None:
         os.pwrite(self._page, PAGE.pack(self._at, self._blocks, self._answered), 0)
-
-
-def _value(found: re.Match[str]) -> str:
-    return (found[1] if found.re.groups else found[0]) or ""
 
 
 def _report(line: str) -> None:

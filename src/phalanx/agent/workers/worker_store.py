@@ -35,7 +35,11 @@ class WorkerStore:
         try:
             self._socket = _bound(self.host, port or 0)
         except OSError as error:
-            if only_there or not _is_elsewhere(error):
+            import errno
+
+            # The host has no address, or not one of this machine.
+            elsewhere = isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
+            if only_there or not elsewhere:
                 text = f"{self.host}:{port}: cannot serve the workers' store there ({error.strerror})"
                 raise OSError(error.errno, text) from None
             from phalanx.job.address import bound_everywhere
@@ -89,10 +93,3 @@ def _bound(host: str, port: int) -> socket.socket:
         made.close()
         raise
     return made
-
-
-def _is_elsewhere(error: OSError) -> bool:
-    """Whether a host has no address, or not one of this machine."""
-    import errno
-
-    return isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL
