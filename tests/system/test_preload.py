@@ -322,6 +322,22 @@ def test_a_variable_counts_from_the_line_on_that_may_set_it(
         assert spawner.log.refused()[1] == f"{refused}, which your code may set, while it is imported"
 
 
+@pytest.mark.parametrize(
+    ("text", "early"),
+    [
+        ("import tqdm\nos.environ['NEW_X'] = str(1)\nimport idna\n", ["tqdm", "idna"]),
+        ("os.environ['NEW_X'] = str(1)\nimport tqdm, idna\n", []),
+        ("import idna\nos.environ[str(1)] = '1'\nimport markupsafe\n", []),
+    ],
+)
+def test_it_does_so_at_the_first_start(
+    text: str, early: list[str], preloaded: Any, packages: Path, tmp_path: Path
+) -> None:
+    write(packages, tqdm=READS, markupsafe=READS, idna="")
+    learned = ImportCache(["script", script(tmp_path, text)], os.environ)
+    assert loaded(preloaded(*learned.first_lines()), tmp_path, "tqdm", "idna", "markupsafe") == early
+
+
 def test_variables_of_what_the_user_names_are_not_looked_at(
     preloaded: Any, packages: Path, tmp_path: Path
 ) -> None:

@@ -199,6 +199,7 @@ SET, GET = "os.environ['SET_X'] = '1'", "found = os.environ.get('SET_X')"
         ("", "found = sum(name == 'RANK' for name in os.environ)", "plain.found", ["odd"]),
         ("", "found = '0' in os.environ.values()", "plain.found", ["odd"]),
         # It is known for which ones tqdm looks.
+        ("found = dict(os.environ).get('LOCAL_RANK')", "", "odd.found", ["plain"]),
         ("found = [n for n, _ in os.environ.items() if n[:4] == 'TQDM']", "", "odd.found", ["odd", "plain"]),
         (
             "import ctypes.util",

@@ -14,9 +14,6 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-_NOTHING = """\
-{what}: imports no installed package at its top, and was not seen to import any later.
-"""
 _PATIENCE = 60.0  # seconds that the import of a package is measured for
 
 
@@ -26,7 +23,9 @@ def explain(program: Sequence[str], environ: Mapping[str, str]) -> str:
     first, later = _reasons(cache)
     packages = {**later, **first}
     if not packages:
-        return _NOTHING.format(what=program[1])
+        return (
+            f"{program[1]}: imports no installed package at its top, and was not seen to import any later.\n"
+        )
     count = sum(1 for why in packages.values() if not why)
     lines = [f"{program[1]}: {count} of {len(packages)} packages are preloaded"]
     versions = _versions()
@@ -53,20 +52,16 @@ def _reasons(cache: ImportCache) -> tuple[dict[str, str], dict[str, str]]:
     """Package → why it is left to the workers, or ''; of those imported at the top, and of later ones."""
     first: dict[str, str] = {}
     for entry in cache.block:
-        if entry.name and not _is_standard(entry.name):
+        if entry.name and entry.name.partition(".")[0] not in sys.stdlib_module_names:
             first.setdefault(package_of(entry.name), cache.why_not(entry))
     later: dict[str, str] = {}
     for line in cache.seen:
-        if line[:1] not in ("=", "!") and not _is_standard(line):
+        if line[:1] not in ("=", "!") and line.partition(".")[0] not in sys.stdlib_module_names:
             package = package_of(line)
             later.setdefault(package, cache.why_not_later(package))
     # A worker is also seen to look for what is not there.
     there = _versions().keys() - first.keys()
     return first, {package: why for package, why in later.items() if package in there}
-
-
-def _is_standard(name: str) -> bool:
-    return name.partition(".")[0] in sys.stdlib_module_names
 
 
 def _about(package: str, versions: Mapping[str, str]) -> str:

@@ -178,11 +178,11 @@ class Preload:
             error = self._import(name, tuple(parts.split(",")) if parts else ())
         if b"".join(printed) and (self._is_filtered or _IMPORTER.encode() in printed[1]):
             self._refuse(package, "prints while it is imported, which the script may filter")
-        if error is not None and not isinstance(error, ImportError):  # optional ones are recorded, too
-            self._refuse(package, f"raises {type(error).__name__}")
         if self._asked:
             depends = self._asked[0].endswith(_MAY_SET)
             self._refuse(package, f"{self._asked[0]} while it is imported", for_all=not depends)
+        if error is not None and not isinstance(error, ImportError):  # optional ones are recorded, too
+            self._refuse(package, f"raises {type(error).__name__}")
 
     def _look(self) -> None:
         """Whether the last package left anything that does not suit a fork."""
@@ -295,9 +295,16 @@ class _Watched(dict[bytes, bytes]):
         return super().get(name, default)
 
     def __iter__(self) -> Iterator[bytes]:
-        if _user()[0] not in (*_HAND_ON, *GOES_THROUGH_ALL):
+        if (package := _user()[0]) in GOES_THROUGH_ALL:
+            return iter([*super().__iter__(), b"LOCAL_RANK"])  # asked for where all are copied
+        if package not in _HAND_ON:
             self._asked.append("reads all variables, RANK among them,")
         return super().__iter__()
+
+    def __missing__(self, name: bytes) -> bytes:
+        if name == b"LOCAL_RANK" and _user()[1]:
+            return b"0"  # a package that goes through all does not look at it
+        raise KeyError(name)
 
     def __setitem__(self, name: bytes, value: bytes) -> None:
         self._note(name, "sets", name in self._own)
