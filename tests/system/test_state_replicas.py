@@ -8,7 +8,7 @@ import re
 import signal
 import socket
 import time
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 import pytest
@@ -23,7 +23,7 @@ from phalanx.store.net.token import Token
 from phalanx.worker.state.memory_file import MemoryFile, SlotHeader
 from tests.conftest import HUNG, wait_until
 from tests.support.netns import Job, Node
-from tests.support.run_helpers import run, script
+from tests.support.run_helpers import PHALANX, Running, run, script
 from tests.system.test_tls import Authority
 
 WORKER = """
@@ -138,15 +138,25 @@ def common_steps(agent: int) -> list[int]:
     return found
 
 
-def steps_after_kills(folder: Path, nodes: int, size: int, interval: float, kills: int) -> list[str]:
+def steps_after_kills(
+    folder: Path, nodes: int, size: int, interval: float, kills: int, own_store: bool = False
+) -> list[str]:
     """Kill a random node's agent at a random moment, again and again; the steps that were resumed from.
 
-    Each is killed three times: its copies are elsewhere, whether or not this round has a common step yet."""
-    luck = random.Random()
-    with Job(folder, str(nodes)) as job:
+    Each is killed three times: its copies are elsewhere, whether or not this round has a common step yet.
+    `own_store`: the store is a process of its own, and the first node may be killed as well."""
+    seed = int(os.environ.get("SEED") or random.randrange(1 << 32))
+    print(f"SEED={seed}")
+    luck = random.Random(seed)
+    with ExitStack() as stack:
+        job = stack.enter_context(Job(folder, str(nodes), conf="is_host=0" if own_store else ""))
+        if own_store:
+            words = ["--listen", job.endpoint]
+            store = Running(words, launcher=[PHALANX[0], "store"], env=job.environment)
+            stack.enter_context(store).read_until("listening")
         job.script.write_text(STEADY.replace("LENGTH", str(size)).replace("INTERVAL", str(interval)))
-        words = ("--keep-replicas", "1", "--max-restarts", "100000")
-        running = [job.node(f"n{number}", *words) for number in range(nodes)]
+        options = ("--keep-replicas", "1", "--max-restarts", "100000")
+        running = [job.node(f"n{number}", *options) for number in range(nodes)]
         rounds, lost = [0] * nodes, 0  # that each has been part of; the last that was killed
         steps: list[str] = []
 
@@ -166,10 +176,10 @@ def steps_after_kills(folder: Path, nodes: int, size: int, interval: float, kill
                         "a common step",
                         timeout=10 * HUNG,  # of 200 MB, beside others that need the processor
                     )
-                lost = luck.randrange(1, nodes)  # the first one has the store
+                lost = luck.randrange(0 if own_store else 1, nodes)  # the first one may have the store
             time.sleep(luck.random() * luck.choice((0.1, 1.0, 3.0)))  # any moment is as good as any other
             os.kill(running[lost].agent, signal.SIGKILL)
-            running[lost] = job.node(f"n{nodes + kill}", *words)
+            running[lost] = job.node(f"n{nodes + kill}", *options)
             rounds[lost] = 0
             look()
     return steps[nodes:]
@@ -188,6 +198,14 @@ def test_no_kill_loses_all_that_was_kept(
     tmp_path: Path, nodes: int, interval: float, size: int, kills: int
 ) -> None:
     steps = steps_after_kills(tmp_path, nodes, size, interval, kills)
+    assert not [step for step in steps if "None" in step or "broken" in step], steps
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nodes", [2, 3])
+@pytest.mark.parametrize("interval", [0.05, 0.3])
+def test_no_kill_of_any_node_loses_all_that_was_kept(tmp_path: Path, nodes: int, interval: float) -> None:
+    steps = steps_after_kills(tmp_path, nodes, 1_000_000, interval, kills=20, own_store=True)
     assert not [step for step in steps if "None" in step or "broken" in step], steps
 
 
