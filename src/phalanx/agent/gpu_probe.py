@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 DEVICE = "/dev/nvidiactl"
 _FRESH = 5.0  # seconds for which figures serve
-_PATIENCE = (
-    1.0  # seconds that a question waits for new ones: less than the client (observe.local_agents.FIND)
-)
+_PATIENCE = 1.0  # seconds that a question waits for new ones: less than its client does (local_agents.FIND)
 _HUNG = 20.0  # seconds after which the process is killed
 _LONGEST = 1 << 20
 
