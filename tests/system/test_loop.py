@@ -344,7 +344,9 @@ def test_a_signal_that_another_thread_receives_ends_the_wait(tmp_path: Path) -> 
     ended, woken = threading.Event(), []
 
     def waits_for_ever() -> bool:
-        return is_in(agent, "RUNNING")() and all(p.deadline(Phase.RUNNING) is None for p in agent._loop.parts)
+        loop = agent._loop
+        deadlines = [loop._wake_at, *(part.deadline(Phase.RUNNING) for part in loop.parts)]
+        return is_in(agent, "RUNNING")() and not any(deadlines) and loop._asleep
 
     def receive() -> None:
         wait_until(waits_for_ever, "running workers, and a loop without a deadline")

@@ -55,8 +55,8 @@ class Bed:
 
     def start(self, work: Callable[..., None], *args: Any) -> Any:
         worker = FORK.Process(target=work, args=(self, *args))
-        self.workers.append(worker)  # before its first request
         worker.start()
+        self.workers.append(worker)
         return worker
 
     def run(self, work: Callable[..., None], *args: Any) -> int | None:
@@ -334,11 +334,12 @@ def test_a_request_of_an_earlier_process_with_the_same_pid_is_dropped(bed: Bed) 
 
 
 def test_no_timer_is_kept_of_a_worker_that_dies_while_its_request_is_read(tmp_path: Path) -> None:
-    registered = threading.Event()
+    started, registered = threading.Event(), threading.Event()
 
     class Late(FileTimerServer):
         def register_timers(self, timer_requests: list[Any]) -> None:
             if timer_requests:
+                assert started.wait(HUNG)  # the request may come before the fork has returned
                 bed.workers[0].kill()
                 bed.workers[0].join()
                 assert self.get_expired_timers(1e12) == {}
@@ -352,6 +353,7 @@ def test_no_timer_is_kept_of_a_worker_that_dies_while_its_request_is_read(tmp_pa
         bed.server = Late(bed.path, "run")
         bed.server.start()
         bed.start(hold, 1000)
+        started.set()
         assert registered.wait(HUNG)
         assert bed.held() == {}
     finally:
