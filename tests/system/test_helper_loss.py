@@ -496,6 +496,35 @@ def test_what_forks_faster_than_it_can_be_killed_ends_with_the_agent(
             job_cgroup.remove(str(job.group))
 
 
+KILLER = """
+import os, signal, subprocess
+from phalanx.helpers import job_cgroup
+path = job_cgroup.JobCgroup.make()._path
+inside = subprocess.Popen(["sh", "-c", f"echo 0 > {path}/cgroup.procs && exec sleep 1000"])
+while str(inside.pid) not in open(f"{path}/cgroup.procs").read().split():
+    os.sched_yield()
+real = job_cgroup._write
+def write(*words):
+    real(*words)
+    os._exit(0)
+job_cgroup._write = write
+killer = os.fork()
+if killer == 0:
+    job_cgroup.kill(path)
+os.waitpid(killer, 0)
+print(inside.wait(), job_cgroup.remove(path))
+"""
+
+
+@needs_cgroups
+def test_who_is_killed_while_it_kills_a_group_leaves_nothing_frozen() -> None:
+    """As a keeper that is killed just after the agent: the zygote is in the group."""
+    done = subprocess.run(
+        [sys.executable, "-c", KILLER], capture_output=True, text=True, timeout=HUNG, check=True
+    )
+    assert done.stdout == "-9 True\n", done
+
+
 def test_a_plain_fork_bomb_ends_with_the_worker(tmp_path: Path) -> None:
     """In the worker's process group: killed at once, although its leader is gone; no control group needed."""
     mark = tmp_path / "mark"

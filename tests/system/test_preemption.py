@@ -157,7 +157,7 @@ def test_any_signal_may_announce_it(tmp_path: Path, sig: str) -> None:
 def test_the_grace_period_ends(tmp_path: Path) -> None:
     ended = preempt(tmp_path, IGNORES_IT, grace="0.5")
     assert ended.code == 128 + signal.SIGUSR1, ended
-    wanted = "preemption: not saved as far as is known: ranks 0, 1 still ran after --grace 0.5 s"
+    wanted = "preemption: not saved as far as is known: ranks 0, 1 still ran after --grace 0.5s"
     assert any(wanted in line for line in ended.said), ended
 
 

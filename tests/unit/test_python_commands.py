@@ -29,9 +29,7 @@ ALLOWED = {
     "swap.py": {"[sys.executable, *words]"},
     "job/rules.py": {"('-m', *words)"},
     # Nothing is started: keys, comparisons, the words that a process is seen with, a debugger's pattern.
-    "agent/warm/import_cache.py": {
-        "[what, sys.executable, sys.version.split()[0], *program[2:], *sorted(hidden)]"
-    },
+    "agent/warm/import_cache.py": {"[_FORMAT, sys.executable, sys.version.split()[0]]"},
     "agent/warm/launch_key.py": {
         "[sys.version, f'{sys.executable} {_identity(sys.executable)}', here, *own]"
     },

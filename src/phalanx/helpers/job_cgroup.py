@@ -140,10 +140,10 @@ def _write(path: str, file: str, text: bytes) -> bool:
 def kill(path: str) -> bool:
     """Kill every process of a control group, and remove it when it is empty; whether it is gone.
 
-    Frozen first: on some kernels, a fork that is under way escapes the kill. It stays frozen until the next
-    kill."""
-    _write(path, "cgroup.freeze", b"1")
-    _write(path, "cgroup.kill", b"1")
+    Twice: on some kernels, a fork that is under way escapes a kill, but not one of a frozen group. The kill
+    comes first, because the caller may be killed at any time: a frozen zygote kills nothing."""
+    for file in ("cgroup.kill", "cgroup.freeze", "cgroup.kill"):
+        _write(path, file, b"1")
     return remove(path)
 
 
