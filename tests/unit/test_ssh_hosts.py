@@ -167,7 +167,9 @@ def test_each_host_has_its_own_settings(tmp_path: Path) -> None:
 case "$*" in
 "-G -- a") echo hostname front ;;
 "-G -- b") printf 'hostname back\\nconnecttimeout 60\\ncontrolpath /tmp/of-the-user\\n' ;;
-*) echo "$@" | head -n 1 >> "$0.$(echo "$@" | sed 's/.* -- \\(.\\) exec .*/\\1/; q')"; exit 255 ;;
+*) echo "$@" | head -n 1 >> "$0.$(echo "$@" | sed 's/.* -- \\(.\\) exec .*/\\1/; q')"
+   until [ -s "$0.a" ] && [ -s "$0.b" ]; do sleep 0.01; done  # the first that fails ends the other
+   exit 255 ;;
 esac
 """)
     ssh.chmod(0o755)
