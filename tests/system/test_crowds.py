@@ -251,7 +251,7 @@ def test_dripping_clients_do_not_starve_the_health_port() -> None:
 
 
 def test_a_dripping_client_is_served_for_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "_CLIENT_TOTAL", 0.5)
+    monkeypatch.setattr(health, "HTTP_TOTAL", 0.5)
     server = HealthServer("127.0.0.1", 0, lambda: True)
     server.start()
     try:

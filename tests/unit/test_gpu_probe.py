@@ -69,7 +69,7 @@ def test_a_process_that_tells_nothing_gives_no_figures(tmp_path: Path, program: 
 def test_a_process_that_hangs_is_not_waited_for_and_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_probe, "_PATIENCE", 0.1)
+    monkeypatch.setattr(gpu_probe, "DEVICES", 0.1)
     monkeypatch.setattr(gpu_probe, "_HUNG", 0.3)
     probe = GpuProbe(str(tmp_path), [sys.executable, "-c", "import time; time.sleep(1000)"])
     assert asked(probe) == [{}]

@@ -105,7 +105,7 @@ def test_a_callback_that_fails_counts_as_unhealthy(serve: Callable[..., HealthSe
 def test_silent_clients_delay_no_other_client(
     serve: Callable[..., HealthServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("_CLIENT_TIMEOUT", "_CLIENT_TOTAL", "_Handler.timeout"):
+    for name in ("_CLIENT_TIMEOUT", "HTTP_TOTAL", "_Handler.timeout"):
         monkeypatch.setattr(f"phalanx.web.health.{name}", 10 * HUNG)
     port = serve(lambda: True).port
     silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(20)]

@@ -77,7 +77,8 @@ def together(*calls: Callable[[], JobGoodput | None]) -> list[JobGoodput | None]
 def test_every_node_has_the_same_total_and_a_lost_one_counts_as_last_known(
     connect: Callable[[], Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_goodput, "PATIENCE", HUNG)  # on a slow machine; nobody waits for it
+    for name in ("GOODPUT_SUM", "GOODPUT_TOTAL"):  # on a slow machine; nobody waits for it
+        monkeypatch.setattr(job_goodput, name, HUNG)
     first, second = connect(), connect()
     for name in ("a", "b"):
         first.put(NODES + name, b"{}")
@@ -103,7 +104,8 @@ def test_every_node_has_the_same_total_and_a_lost_one_counts_as_last_known(
 def test_nobody_waits_for_a_node_that_is_gone(
     connect: Callable[[], Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_goodput, "PATIENCE", 4 * HUNG)  # a wait would be a hang
+    for name in ("GOODPUT_SUM", "GOODPUT_TOTAL"):  # a wait would be a hang
+        monkeypatch.setattr(job_goodput, name, 4 * HUNG)
     first, second = connect(), connect()
     first.put(NODES + "a", b"{}")
     first.put(NODES + "b", b"{}")
@@ -125,7 +127,8 @@ def test_nobody_waits_for_a_node_that_is_gone(
 def test_a_silent_store_or_a_silent_node_costs_a_moment(
     connect: Callable[[], Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_goodput, "PATIENCE", 0.1)
+    for name in ("GOODPUT_SUM", "GOODPUT_TOTAL"):
+        monkeypatch.setattr(job_goodput, name, 0.1)
     client = connect()
     client.put(NODES + "a", b"{}")
     client.put(NODES + "stopped", b"{}")
@@ -142,7 +145,7 @@ def test_a_silent_store_or_a_silent_node_costs_a_moment(
 def test_the_host_of_a_stopped_job_adds_up_what_the_others_leave_behind(
     connect: Callable[[], Client], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_goodput, "PARTING", HUNG)
+    monkeypatch.setattr(job_goodput, "GOODPUT_PART", HUNG)
     first, second = connect(), connect()
     one, two = GoodputExchange(first, "r", "a", 1), GoodputExchange(second, "r", "b", 1)
     second.put(ledgers_prefix("r") + "b", encode_ledger(1, totals(1, 2.0), final=False))

@@ -146,7 +146,7 @@ def test_many_clients_cost_the_agent_one_sample(monkeypatch: pytest.MonkeyPatch)
 
 def test_an_agent_that_does_not_respond(monkeypatch: pytest.MonkeyPatch) -> None:
     needs_client()
-    monkeypatch.setattr("phalanx.web.metrics._ANSWER", 0.01)
+    monkeypatch.setattr("phalanx.web.metrics.METRICS", 0.01)
     began = time.monotonic()
     assert MetricsPage(sample, lambda _call: None).answer()[0] == 503
     assert time.monotonic() - began < HUNG

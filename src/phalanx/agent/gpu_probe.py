@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from phalanx.core.group.group import Phase
+from phalanx.job.time_budgets import DEVICES
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 DEVICE = "/dev/nvidiactl"
 _FRESH = 5.0  # seconds for which figures serve
-_PATIENCE = 1.0  # seconds that a question waits for new ones: less than its client does (local_agents.FIND)
 _HUNG = 20.0  # seconds after which the process is killed
 _LONGEST = 1 << 20
 
@@ -44,7 +44,7 @@ class GpuProbe:
         if self._process is None and now < self._read_at + _FRESH:
             then(self._figures)
         elif self._process is not None or (os.path.exists(self._device) and self._begin(now)):
-            self._waiting.append((now + _PATIENCE, then))
+            self._waiting.append((now + DEVICES, then))
         else:
             then({})
 

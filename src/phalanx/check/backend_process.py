@@ -18,11 +18,9 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from phalanx.job.time_budgets import COLLECTIVE, TORCH_IMPORT
 from phalanx.python_command import python_command
 
-IMPORT_LIMIT = 60.0
-PAIR_LIMIT = 12.0
-_COLLECTIVE_LIMIT = 8.0  # below it: a lost partner is an error of torch's, not the end of the process
 _FIRST, _LARGEST = 1 << 18, 1 << 26  # bytes of a message
 _LONG, _ENOUGH = 0.2, 0.6  # seconds of one message, and of all
 
@@ -49,7 +47,7 @@ class BackendProcess:
     def backend(self) -> str:
         """What it has found; waits for torch to be imported."""
         if self._found is None:
-            self._found = str(self._read(time.monotonic() + IMPORT_LIMIT).get("backend", ""))
+            self._found = str(self._read(time.monotonic() + TORCH_IMPORT).get("backend", ""))
         return self._found
 
     def measure(
@@ -146,7 +144,7 @@ def _all_reduce(torch: Any, order: dict[str, Any]) -> float:
     from datetime import timedelta
 
     dist = torch.distributed
-    limit = timedelta(seconds=_COLLECTIVE_LIMIT)
+    limit = timedelta(seconds=COLLECTIVE)
     device = torch.device("cuda", 0) if order["backend"] == "nccl" else torch.device("cpu")
     store = dist.TCPStore(*order["store"], is_master=False, timeout=limit)
     dist.init_process_group(

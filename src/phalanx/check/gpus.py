@@ -18,14 +18,12 @@ from phalanx import devices
 from phalanx.check.bounded import REPORT, Check, run_checks
 from phalanx.check.machine import size
 from phalanx.core.diagnosis.fitness import FIT, UNFIT, UNKNOWN, WARN, CheckFinding
+from phalanx.job.time_budgets import DEVICE_LIMIT
 from phalanx.kernel import read_text
 
 if TYPE_CHECKING:
     from xml.etree.ElementTree import Element
 
-DEVICE_LIMIT = 30.0
-"""Seconds for one GPU to answer, each way of asking."""
-COMPUTE_LIMIT = 120.0
 _SMI_LIMIT = 10.0
 _PATTERN, _PATTERN_BYTES = 0xA5C3_3C5A, 64 << 20
 _SIDE, _PRODUCTS = 2048, 8

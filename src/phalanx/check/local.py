@@ -10,6 +10,7 @@ from phalanx.check.bounded import Check, run_checks
 from phalanx.check.harmful_variables import harmful
 from phalanx.core.diagnosis.fitness import CheckFinding
 from phalanx.job.environment import temporary_directory
+from phalanx.job.time_budgets import COMPUTE_LIMIT
 
 if TYPE_CHECKING:
     from phalanx.cluster.settings import Settings
@@ -40,7 +41,7 @@ def examine(
     places = [*directories] or [("disk", temporary_directory())]
     checks = [
         Check("gpus", lambda: gpus.visible(environ)),
-        Check("compute", lambda: gpus.compute(environ), gpus.COMPUTE_LIMIT),
+        Check("compute", lambda: gpus.compute(environ), COMPUTE_LIMIT),
         Check("links", lambda: gpus.links(environ)),
         Check("errors", lambda: gpus.driver_errors(environ), _SMI_LIMIT),
         Check("kernel", gpus.kernel_log),

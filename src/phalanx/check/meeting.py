@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from phalanx.check.backend_process import PAIR_LIMIT, BackendProcess
+from phalanx.check.backend_process import BackendProcess
 from phalanx.check.pair_link import ERRORS, PairLink
 from phalanx.cluster.network_interface import VARIABLES, interface_of
 from phalanx.core.diagnosis.fitness import (
@@ -40,15 +40,15 @@ from phalanx.core.diagnosis.fitness import (
 )
 from phalanx.core.diagnosis.pairing import NodeGroup, confirming_round, first_round, overall, second_round
 from phalanx.errors import StoreError, StoreTimeoutError
+from phalanx.job.time_budgets import ARRIVAL, PAIR
 from phalanx.store.net.token import Token
 
 if TYPE_CHECKING:
     from phalanx.cluster.handler import RendezvousInfo
 
 _LINK_LIMIT = 6.0  # seconds for all pairs of one node in one round, over TCP
-_ARRIVAL = 90.0  # for the slowest node to import torch
 _AFTER_LOSS = 5.0  # for the rest of them, once one is lost
-_LONGEST = 3 * _LINK_LIMIT + 3 * PAIR_LIMIT  # that rank 0 may take for a round
+_LONGEST = 3 * _LINK_LIMIT + 3 * PAIR  # that rank 0 may take for a round
 _SLICE, _GLANCE = 0.5, 0.1
 _CLOCKS = 2.0
 _FAREWELL = 3.0
@@ -180,7 +180,7 @@ class _MeetingBoard:
 
     def expect(self, key: str, kind: Callable[..., Any]) -> Any:
         """What rank 0 publishes."""
-        found = self.get(key, kind, _ARRIVAL + _LONGEST, _LONGEST)
+        found = self.get(key, kind, ARRIVAL + _LONGEST, _LONGEST)
         if found is None:
             raise StoreTimeoutError("rank 0 of this check does not answer")
         return found
@@ -221,7 +221,7 @@ class _CheckedNode:
                     plan.store,
                     f"{number}/{pair[0]}-{pair[1]}",
                     int(pair[1] == self._rank),
-                    time.monotonic() + PAIR_LIMIT,
+                    time.monotonic() + PAIR,
                 )
                 figures = PairFigures(figures.latency, figures.bandwidth, rate)
             self._store.set(_result(number, pair, self._rank), msgspec.json.encode(figures))
@@ -274,7 +274,7 @@ class _CheckLeader:
 
     def _welcome(self) -> None:
         """Everyone is here; which backend all of them have."""
-        end = time.monotonic() + _ARRIVAL
+        end = time.monotonic() + ARRIVAL
         for rank in range(self._count):
             node = self._store.get(f"here/{rank}", Arrival, end - time.monotonic(), _AFTER_LOSS)
             if node is None:
@@ -298,7 +298,7 @@ class _CheckLeader:
 
     def collect(self, number: int, plan: RoundPlan) -> None:
         """The results of a round; the sides of a pair together have all of its rates."""
-        end = time.monotonic() + 2 * _LINK_LIMIT + 2 * PAIR_LIMIT * bool(plan.backend)
+        end = time.monotonic() + 2 * _LINK_LIMIT + 2 * PAIR * bool(plan.backend)
         results: dict[NodeGroup, dict[str, float]] = {}
         for pair in plan.pairs:
             results[pair] = _rates(self._sides(number, pair, plan.backend, end), plan.backend)

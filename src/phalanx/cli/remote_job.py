@@ -18,6 +18,7 @@ from phalanx.cluster.node_requests import LONGEST_QUESTION, ask_nodes
 from phalanx.core.rounds.records import decode_node
 from phalanx.core.rounds.store_commands import Get
 from phalanx.errors import UsageError
+from phalanx.job.time_budgets import REMOTE
 from phalanx.log import printable
 from phalanx.observe import snapshot
 from phalanx.observe.snapshot import JobSnapshot
@@ -28,14 +29,13 @@ if TYPE_CHECKING:
 
     from phalanx.store.client import StoreClient
 
-_PATIENCE = 10.0
 _MOST_NODES = 64  # whose logs are read at once: each may send 256 KiB
 
 
 def add_endpoint(parser: Parser) -> None:
     """The options that name a job of other machines; only arguments count, not the variables of a job."""
     parser.add_run_options("rdzv_endpoint", "rdzv_id", "rdzv_conf", *TRUST)
-    add_store(parser, _PATIENCE)
+    add_store(parser, REMOTE)
     parser.set_defaults(rdzv_endpoint="", rdzv_id="")
 
 

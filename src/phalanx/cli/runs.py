@@ -14,9 +14,10 @@ from collections.abc import Sequence
 
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.job.environment import variables
+from phalanx.job.time_budgets import FIND
 from phalanx.job.units import duration
 from phalanx.log import printable, write_stderr
-from phalanx.observe.local_agents import FIND, LocalAgent, find, put
+from phalanx.observe.local_agents import LocalAgent, find, put
 from phalanx.observe.run_registry import runs
 from phalanx.observe.snapshot import RunFile
 

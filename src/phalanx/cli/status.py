@@ -19,9 +19,10 @@ from phalanx.cli.parser import Parser
 from phalanx.cli.remote_job import add_endpoint, remote_job
 from phalanx.cli.runs import NoSuchRun, add_run, answering_and_silent, fitting, one_run
 from phalanx.errors import UsageError
+from phalanx.job.time_budgets import FIND, WORK
 from phalanx.log import printable
 from phalanx.observe.duration import duration
-from phalanx.observe.local_agents import FIND, WORK, LocalAgent, as_dict, put_all, states
+from phalanx.observe.local_agents import LocalAgent, as_dict, put_all, states
 from phalanx.observe.status_text import format_job
 
 _DEVICES = 0.5  # seconds for the devices at least, where an agent has not answered before

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from phalanx.cli.parser import TRUST, Parser
 from phalanx.errors import PhalanxError, UsageError
 from phalanx.job.environment import STORE_PORT, TOKEN_FILE
+from phalanx.job.time_budgets import LINGER
 from phalanx.log import write_stderr
 
 TYPE_CHECKING = False
@@ -99,7 +100,7 @@ def _linger(options: argparse.Namespace) -> float:
     """Nodes cannot tell the death of a store from a cut: one that may come back shortens no lease."""
     if options.linger is not None:
         return float(options.linger)
-    return float("inf") if options.journal else 1.0
+    return float("inf") if options.journal else LINGER
 
 
 def make_parser() -> Parser:

@@ -15,11 +15,10 @@ from phalanx.helpers.kept_zygote import peer_of
 from phalanx.helpers.messages import Describe, EndKept, KeptDescription
 from phalanx.job.command_line import usage_error
 from phalanx.job.environment import variables
+from phalanx.job.time_budgets import KEPT_ANSWER
 from phalanx.kernel import stat_fields
 from phalanx.log import printable
 from phalanx.observe.duration import duration
-
-_PATIENCE = 2.0  # seconds; one that still imports, or is stopped, does not answer
 
 DESCRIPTION = """\
 The workers of a script are forked from a Python that has imported the listed
@@ -88,7 +87,7 @@ def _describe(name: str) -> KeptDescription | None:
     if sock is None:
         return None
     pid = peer_of(sock)[0]
-    kept = converse(sock, Describe(), _PATIENCE)
+    kept = converse(sock, Describe(), KEPT_ANSWER)
     fields = stat_fields(pid)
     if kept is not None or fields is None:
         return kept
@@ -118,8 +117,8 @@ def _stop(found: list[tuple[str, KeptDescription]]) -> int:
             for one in kept.pids:  # the keeper first, which would start another one
                 _kill(one)
         else:
-            ask(name, EndKept(), _PATIENCE)
-        end = time.monotonic() + _PATIENCE
+            ask(name, EndKept(), KEPT_ANSWER)
+        end = time.monotonic() + KEPT_ANSWER
         while os.path.exists(f"/proc/{pid}") and time.monotonic() < end:
             time.sleep(0.005)  # not a child: its end is no event
         print(f"stopped {kept.script} (pid {kept.pids[1]})")

@@ -302,7 +302,8 @@ def watch(here: Sequence[LocalAgent], run: str) -> int:
 
     from phalanx.cli.runs import running
     from phalanx.job.environment import allows_colour
-    from phalanx.observe.local_agents import WORK, find, states
+    from phalanx.job.time_budgets import WORK
+    from phalanx.observe.local_agents import find, states
 
     found = running(here, run)
     chosen = found[0].job.run

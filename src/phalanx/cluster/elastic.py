@@ -30,6 +30,7 @@ from phalanx.errors import (
 )
 from phalanx.job.address import names_loopback
 from phalanx.job.environment import shares_store
+from phalanx.job.time_budgets import LAST_WORD
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from phalanx.core.rounds.records import Round
 
 _CLOSE = 30.0  # for a node that has not joined to close the job
-_LAST_WORD = 5.0  # for this node and the leader to exchange how the job ended
 
 
 def create_handler(params: RendezvousParameters) -> ElasticRendezvous:
@@ -192,7 +192,7 @@ class ElasticRendezvous(RendezvousHandler):
             if membership.started and not membership.ended.is_set():
                 self.set_closed()
                 membership.workers_gone(self._number)
-                membership.ended.wait(_LAST_WORD)
+                membership.ended.wait(LAST_WORD)
             membership.release()
         return True
 
@@ -203,7 +203,7 @@ class ElasticRendezvous(RendezvousHandler):
             if not membership.ended.is_set():
                 membership.leave(reason)
                 membership.workers_gone(self._number)
-                membership.ended.wait(_LAST_WORD)
+                membership.ended.wait(LAST_WORD)
             membership.release()
 
     # For an agent

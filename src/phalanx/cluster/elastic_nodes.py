@@ -15,6 +15,7 @@ from phalanx.core.group import events
 from phalanx.core.group.events import Outcome
 from phalanx.core.rounds.node_failure import NodeFailure
 from phalanx.core.rounds.verdicts import job_over
+from phalanx.job.time_budgets import LAST_WORD
 from phalanx.observe.progress_line import Progress
 
 TYPE_CHECKING = False
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from phalanx.errors import RendezvousError
 
     RequestHandler = Callable[[dict[str, Any], Callable[[dict[str, Any]], None]], None]
-
-_LAST_WORD = 5.0  # for the other nodes to learn how it ended here
 
 
 class JobLines(Protocol):
@@ -234,7 +233,7 @@ class ElasticNodes:
                 at_failure()
                 if self._is_member and not self._unfit:
                     self._membership.workers_gone(number)
-                    self._membership.ended.wait(_LAST_WORD)
+                    self._membership.ended.wait(LAST_WORD)
             self._part(number, command.reason)
 
         self._depart(go)
@@ -254,7 +253,7 @@ class ElasticNodes:
         if self._is_member:
             self._membership.leave(reason)
             self._membership.workers_gone(number)
-            self._membership.ended.wait(_LAST_WORD)
+            self._membership.ended.wait(LAST_WORD)
         self._membership.release()
 
     def _depart(self, go: Callable[[], object]) -> None:

@@ -4,9 +4,9 @@
     shared/<run>/goodput-total       all of them added up, with the line that every node prints
 
 Each node writes its own key and reads one: O(nodes). A node that is lost counts with the ledger that it wrote
-last. Nobody waits for longer than `PATIENCE`, nor for a node whose key is gone; a node that has no total in
-time keeps to its own figure. A node that leaves does not wait at all, unless it holds the store, and the job
-ends with it.
+last. Nobody waits for longer than `GOODPUT_TOTAL`, nor for a node whose key is gone; a node that has no total
+in time keeps to its own figure. A node that leaves does not wait at all, unless it holds the store, and the
+job ends with it.
 
 The keys carry the number of the job, because an id can be used again; the node that adds up removes them.
 """
@@ -19,6 +19,7 @@ import threading
 from phalanx.core.ledger.goodput import GoodputTotals, read_totals
 from phalanx.core.rounds.store_commands import Change, Delete, Put, Txn
 from phalanx.errors import StoreError
+from phalanx.job.time_budgets import GOODPUT_PART, GOODPUT_SUM, GOODPUT_TOTAL
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -28,9 +29,6 @@ if TYPE_CHECKING:
     from phalanx.core.rounds.store_commands import Notice
     from phalanx.store.client import StoreClient
 
-PATIENCE = 2.0
-"""Seconds for the last figures of the other nodes."""
-PARTING = 1.0
 """The same, while the nodes leave a job that is being stopped."""
 _LONGEST = 1 << 16
 _LONGEST_LINE = 1000
@@ -110,7 +108,7 @@ class GoodputExchange:
 
     def part(self, own: NodeGoodput) -> JobGoodput | None:
         """This node goes, and the job goes on."""
-        self._client.request(self._mine(own), PARTING)
+        self._client.request(self._mine(own), GOODPUT_PART)
         return None
 
     def collect(self, own: NodeGoodput | None, nodes: str = "") -> JobGoodput | None:
@@ -120,12 +118,13 @@ class GoodputExchange:
         Without figures of its own, this node lets the others not wait."""
         if own is None:
             none = json.dumps({"job": self._job}).encode()
-            self._client.request(Put(total_key(self._run_id), none), PATIENCE)
+            self._client.request(Put(total_key(self._run_id), none), GOODPUT_SUM)
             return None
         others = self._wait_for_ledgers(nodes)
         found, value = add_up(own, others, self._job)
         self._client.request(
-            Txn((), (Put(total_key(self._run_id), value),), (Delete(self._ledgers, prefix=True),)), PATIENCE
+            Txn((), (Put(total_key(self._run_id), value),), (Delete(self._ledgers, prefix=True),)),
+            GOODPUT_SUM,
         )
         return found
 
@@ -144,12 +143,12 @@ class GoodputExchange:
                 if not deleted:
                     learn(entry.value)
 
-        watch, reply = self._client.watch(total_key(self._run_id), heard, timeout=PATIENCE)
+        watch, reply = self._client.watch(total_key(self._run_id), heard, timeout=GOODPUT_SUM)
         try:
             for entry in reply.entries:
                 learn(entry.value)
-            self._client.request(self._mine(own), PATIENCE)
-            here.wait(PATIENCE + 0.5)  # of the other node's patience, too
+            self._client.request(self._mine(own), GOODPUT_SUM)
+            here.wait(GOODPUT_TOTAL)
             return found[-1] if found else None
         finally:
             self._client.unwatch(watch)
@@ -194,12 +193,12 @@ class GoodputExchange:
                     prefix,
                     lambda notice, heard=heard: heard(notice.changes),  # type: ignore[misc]  # of this turn
                     prefix=True,
-                    timeout=PATIENCE,
+                    timeout=GOODPUT_SUM,
                 )
                 watches.append(number)
                 heard(tuple(Change(entry) for entry in reply.entries))
             with changed:
-                changed.wait_for(complete, PATIENCE if nodes else PARTING)
+                changed.wait_for(complete, GOODPUT_SUM if nodes else GOODPUT_PART)
                 return dict(others)
         finally:
             for number in watches:

@@ -13,6 +13,7 @@ from phalanx.cluster.clock import clock
 from phalanx.core.rounds.records import CLOSED
 from phalanx.core.rounds.store_commands import Get, Revoke
 from phalanx.errors import StoreError
+from phalanx.job.time_budgets import END_SEEN
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from phalanx.store.client import StoreClient
 
 FEW = 64  # nodes: with more, all of them looking for each other as they leave would overload the store
-PATIENCE = 2.0  # seconds, or a lease, for the other nodes to see how the job ended
 
 
 class LastRequests:
@@ -45,22 +45,22 @@ class LastRequests:
         if hosting:
             # With its key the host is still part of the ending job: a newcomer sees the end, and does not
             # begin a new job at a store that is about to close.
-            self._wait_for_the_others(client, participant, max(PATIENCE, options.ttl))
+            self._wait_for_the_others(client, participant, max(END_SEEN, options.ttl))
         left = participant.round if settings.store == "etcd" else None  # in a store that outlives the job
         over = left is not None and left.phase == CLOSED and participant.leading
         if over:
-            self._wait_for_the_others(client, participant, PATIENCE)  # they may still write
+            self._wait_for_the_others(client, participant, END_SEEN)  # they may still write
         try:
             if left is None:
                 self._revoke(client, participant)
                 return
             from phalanx.cluster.leftovers import let_expire, round_of
 
-            last = round_of(client, options.prefix, PATIENCE)
+            last = round_of(client, options.prefix, END_SEEN)
             self._revoke(client, participant)
             if over or left.nodes <= FEW:
                 shared = f"shared/{settings.run_id}/"
-                let_expire(client, (options.prefix, shared), last, over, PATIENCE)
+                let_expire(client, (options.prefix, shared), last, over, END_SEEN)
         except StoreError:
             pass  # the lease runs out by itself; other keys are few, and the next job with this id uses them
 
@@ -68,7 +68,7 @@ class LastRequests:
         # Answered, not only sent: the store may have taken up another connection of this session, and who
         # begins this job again would find a node of the last one.
         if participant.lease.number:
-            client.request(Revoke(participant.lease.number), PATIENCE)
+            client.request(Revoke(participant.lease.number), END_SEEN)
 
     def _wait_for_the_others(self, client: StoreClient, participant: Participant, patience: float) -> None:
         end = clock() + patience  # a node that is gone loses its key within a lease
@@ -77,7 +77,7 @@ class LastRequests:
         try:
             client.watch(nodes, lambda notice: changed.set(), prefix=True)
             while clock() < end:
-                here = client.request(Get(nodes, prefix=True), PATIENCE).entries
+                here = client.request(Get(nodes, prefix=True), END_SEEN).entries
                 if all(entry.lease == participant.lease.number for entry in here):
                     return
                 changed.wait(max(0.0, end - clock()))

@@ -13,6 +13,7 @@ from phalanx.core.rounds.quarantine import QuarantinePolicy, parse_policy
 from phalanx.core.rounds.records import NodeInfo
 from phalanx.errors import StoreError, UsageError
 from phalanx.job.environment import DEFAULT_QUARANTINE, ETCD_PORT, STATIC_PORT, STORE_PORT, node_index
+from phalanx.job.time_budgets import LEASE, LINGER, RETURN, STORE_GRACE
 from phalanx.job.units import duration, format_duration
 
 TYPE_CHECKING = False
@@ -25,8 +26,7 @@ if TYPE_CHECKING:
     from phalanx.store.net.tls import Tls
     from phalanx.store.net.token import Token
 
-DEFAULT_TTL, DEFAULT_TIMEOUT = 6.0, 600.0
-RETURN_PATIENCE = 60.0  # seconds
+DEFAULT_TIMEOUT = 600.0
 
 
 class Settings:
@@ -63,7 +63,7 @@ class Settings:
         self.is_host = self.rank == 0 if self.fixed else params.get_as_bool("is_host")
         self.journal: str | None = params.get("journal")
         # Nodes cannot tell the death of a store from a cut: one that may come back shortens no lease.
-        self.linger = _seconds(params, "linger", float("inf") if self.journal else 1.0)
+        self.linger = _seconds(params, "linger", float("inf") if self.journal else LINGER)
         self.name = str(params.get("name") or os.uname().nodename)
         self.token_file: str | None = params.get("token_file")
         self.quarantine_dir, self.quarantine_hook = (
@@ -71,13 +71,13 @@ class Settings:
         )
         self._tls = tuple(str(params.get(f"tls_{what}") or "") for what in ("cert", "key", "ca"))
         beats, tries = params.get("keep_alive_interval"), params.get("keep_alive_max_attempt")
-        ttl = DEFAULT_TTL
+        ttl = LEASE
         if beats is not None or tries is not None:
             ttl = _seconds(params, "keep_alive_interval", 5.0) * (
                 params.get_as_int("keep_alive_max_attempt", 3) or 3
             )
         # For node 0 of a static job to come back, once a round has run.
-        self.return_timeout = _seconds(params, "return_timeout", RETURN_PATIENCE)
+        self.return_timeout = _seconds(params, "return_timeout", RETURN)
         self.cas_backoff = _seconds(params, "cas_backoff_max_seconds", 0.0)
         self.options = Options(
             min_nodes=params.min_nodes,
@@ -88,7 +88,7 @@ class Settings:
             settle=_seconds(params, "settle", 0.2),
             ttl=_seconds(params, "ttl", ttl),
             linger=self.linger,
-            store_grace=_seconds(params, "store_grace", 60.0),
+            store_grace=_seconds(params, "store_grace", STORE_GRACE),
             fixed=self.fixed,
             prefix=f"job/{self.run_id}/",
             quarantine=_quarantine(params),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from phalanx.cluster.clock import clock
 from phalanx.errors import StoreError
+from phalanx.job.time_budgets import REFUSED, STORE_ANSWER
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from phalanx.store.client import State, StoreClient
     from phalanx.store.net.token import Token
 
-_REFUSED_PATIENCE = 3.0
 _HUNG_CALL = 1.0  # after the time to join: the client reports its own failures by then
 
 
@@ -48,7 +48,8 @@ class StoreLink:
         settings, ttl = self._settings, self._settings.options.ttl
         common: dict[str, Any] = {
             "grace": patience,
-            "patience": min(5.0, max(1.0, ttl / 2)),  # with time for another try before the lease is over
+            # With time for more tries before the lease is over.
+            "patience": min(STORE_ANSWER, max(1.0, ttl / 2)),
             "on_state": self._passed(self._on_state),
             "on_notice": self._passed(self._on_notice),
             "clock": clock,
@@ -107,7 +108,7 @@ class StoreLink:
         self._refused_since = self._refused_since or at
         # Node 0 of a static job is gone with its workers: waiting for it would only delay the restart.
         fixed, grace = self._settings.fixed, self._settings.options.store_grace
-        return at - self._refused_since >= (0.0 if fixed else min(_REFUSED_PATIENCE, grace))
+        return at - self._refused_since >= (0.0 if fixed else min(REFUSED, grace))
 
     @property
     def hung_at(self) -> float | None:

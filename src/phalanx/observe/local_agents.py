@@ -16,12 +16,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from phalanx.job.environment import AGENT_SOCKET, namespace, socket_scope
+from phalanx.job.time_budgets import FIND, WORK
 from phalanx.kernel import user_of
 from phalanx.observe import snapshot
 from phalanx.observe.snapshot import JobSnapshot
 
-FIND = 2.0  # seconds for the answers of all agents together
-WORK = 8.0  # for a request that waits for other nodes, workers or devices: more than agent.requests waits
 _LONGEST = 32 << 20  # bytes of one answer: a job of many nodes
 _MOST = 500  # agents of one user
 

@@ -17,6 +17,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from phalanx.core.record import Record
+from phalanx.job.time_budgets import NOTIFIED
 from phalanx.observe.json_lines import timestamp
 from phalanx.observe.outbox import Outbox, Undelivered
 from phalanx.observe.stream import HangWarned, IncidentChanged, WorkersRunning
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from phalanx.core.ledger.incidents import Incident
     from phalanx.observe.stream import Happened
 
-_ANSWER = 5.0  # seconds for a server
 _NOT_WORTH_ANOTHER = frozenset(range(400, 500)) - {408, 425, 429}
 _TOLD = {"failure": "failure", "start": "failure", "uninterruptible": "failure", "hang": "hang"}
 """The incidents that are told of, by trigger: those of this node, and nothing that was meant to happen."""
@@ -126,7 +126,7 @@ def post(url: str, body: bytes, token: str = "", ca_file: str = "") -> None:
 
             handlers.append(urllib.request.HTTPSHandler(context=ssl.create_default_context(cafile=ca_file)))
         request = urllib.request.Request(parts.geturl(), data=body, headers=headers, method="POST")
-        with urllib.request.build_opener(*handlers).open(request, timeout=_ANSWER) as answer:
+        with urllib.request.build_opener(*handlers).open(request, timeout=NOTIFIED) as answer:
             answer.read(1024)
     except urllib.error.HTTPError as error:
         error.close()

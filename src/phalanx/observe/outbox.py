@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Sequence
 
 from phalanx.job.environment import without_secrets
+from phalanx.job.time_budgets import OUTBOX_END
 from phalanx.log import warn
 
 _ATTEMPTS = 3
 _PAUSES = (1.0, 4.0)  # seconds before the second and the third attempt
 _RUN = 15.0  # seconds for a command
-_LAST = 10.0  # seconds that the end of the job waits
 _QUEUE = 64
 
 
@@ -64,7 +64,7 @@ class Outbox(abc.ABC):
                 self._thread.start()
             self._changed.notify_all()
 
-    def close(self, patience: float = _LAST) -> None:
+    def close(self, patience: float = OUTBOX_END) -> None:
         """Wait until everything is sent, but not for long; what is not, is counted in one line."""
         end = time.monotonic() + patience
         with self._changed:

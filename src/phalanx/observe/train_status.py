@@ -20,13 +20,12 @@ from typing import Any
 
 from phalanx.core.record import Record
 from phalanx.job.environment import StatusTarget
+from phalanx.job.time_budgets import TRAIN_END, TRAIN_SAMPLE
 from phalanx.log import warn
 from phalanx.observe.json_lines import timestamp
 from phalanx.observe.outbox import Undelivered
 
 _FIRST, _EVERY = 5.0, 30.0  # seconds
-_ANSWER = 5.0  # for the owner's thread, which may be busy
-_LAST = 6.0  # that the end of the job waits
 
 
 class TrainProgress(Record):
@@ -73,7 +72,7 @@ class TrainStatus:
     def close(self, succeeded: bool) -> None:
         """Send the last report, if there was any step; waits for it, but not for long."""
         self._closed.set()
-        self._thread.join(_LAST)
+        self._thread.join(TRAIN_END)
         if self._thread.is_alive():
             return
         last = self._sample() or self._before  # the owner's thread has nothing else to do now
@@ -82,7 +81,7 @@ class TrainStatus:
                 target=self._send, args=(last, succeeded), name="phalanx-train-status", daemon=True
             )
             sender.start()
-            sender.join(_LAST)
+            sender.join(TRAIN_END)
 
     def _main(self) -> None:
         pause = _FIRST
@@ -101,7 +100,7 @@ class TrainStatus:
             answered.set()
 
         self._post(sample)
-        until = time.monotonic() + _ANSWER
+        until = time.monotonic() + TRAIN_SAMPLE
         while not answered.wait(0.2) and not self._closed.is_set() and time.monotonic() < until:
             pass
         return found[0] if found else None

@@ -20,6 +20,7 @@ import sys
 from phalanx.core.record import Record
 from phalanx.errors import PhalanxError
 from phalanx.job.environment import without_secrets
+from phalanx.job.time_budgets import PAGE_END
 from phalanx.python_command import python_command
 
 TYPE_CHECKING = False
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 _BACKLOG = 128
-_LAST_WORDS = 5.0  # seconds at most, in which viewers are told of the end; without viewers none
 _VANISHED = 60_000  # milliseconds that sent data may stay unread
 _LONGEST_REPORT = 32768
 
@@ -218,7 +218,7 @@ class DashboardProcess:
         except OSError:
             pass
         try:
-            process.wait(_LAST_WORDS)
+            process.wait(PAGE_END)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

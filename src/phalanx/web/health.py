@@ -20,13 +20,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import PhalanxError
+from phalanx.job.time_budgets import HTTP_TOTAL
 
 if TYPE_CHECKING:
     from phalanx.web.metrics import Page
 
 LOOPBACK = "127.0.0.1"
 _CLIENT_TIMEOUT = 2.0  # for each piece of a request
-_CLIENT_TOTAL = 10.0  # for everything
 _MAX_CLIENTS = 32
 _STALLED = 10.0  # seconds without a response of the loop; a loaded machine needs one
 _PROBE_WAIT = 0.05  # seconds that a probe waits for the loop, before it looks at the oldest unanswered one
@@ -134,7 +134,7 @@ class _Server(ThreadingHTTPServer):
                 self.shutdown_request(request)
                 return
         with self._lock:
-            self._clients[request] = time.monotonic() + _CLIENT_TOTAL
+            self._clients[request] = time.monotonic() + HTTP_TOTAL
         super().process_request(request, client_address)
 
     def patience(self) -> float | None:

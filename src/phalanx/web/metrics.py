@@ -15,12 +15,12 @@ from typing import Any
 
 from phalanx.core.ledger.goodput import LOST, PRODUCTIVE, RUNNING
 from phalanx.core.record import Record
+from phalanx.job.time_budgets import METRICS
 from phalanx.observe.incident_counters import DurationCounts
 from phalanx.observe.worker_states import MARKS
 from phalanx.plugins import MISSING
 
 _FRESH = 0.5  # seconds for which a sample serves every client: many of them must not keep the agent busy
-_ANSWER = 5.0  # seconds for the agent's loop
 
 Page = tuple[int, str, bytes]
 """A status code, the type of the text, and the text."""
@@ -101,7 +101,7 @@ class MetricsPage:
                 done.set()
 
         self._post(take)
-        if not done.wait(_ANSWER) or not taken:
+        if not done.wait(METRICS) or not taken:
             return None
         self._last, self._taken_at = taken[0], time.monotonic()
         return taken[0]

@@ -29,6 +29,7 @@ from phalanx.agent.supervision.stack_collection import Findings
 from phalanx.core.diagnosis.patience import NODE, NODE_BUSY, is_node_awaited
 from phalanx.core.diagnosis.progress import Beat, Evidence, Verdict
 from phalanx.core.diagnosis.stragglers import SlowHistory, compare, slow_hosts
+from phalanx.job.time_budgets import REPORTS_MARGIN, VERDICT
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -37,10 +38,6 @@ if TYPE_CHECKING:
 
     from phalanx.agent.spec import WorkerGroup
 
-_MARGIN = 0.1
-"""Seconds by which the fetching of reports ends before they are given up: its end has to arrive, too."""
-_VERDICT_TIMEOUT = 10.0
-"""Seconds to wait for the verdict of another node before this node checks again on its own."""
 _FINAL_VERDICT_TIMEOUT = 1.0
 MALFORMED = (KeyError, TypeError, ValueError, OverflowError)
 """Raised for a record of unexpected shape: the workers can write to the store of a static round, too."""
@@ -180,7 +177,7 @@ class HangConsensus:
                     findings.where[rank] = f"{where} on {self._host}"
                 self._fetch_reports(case, findings, now)
         if case.name and case.publisher != self.node:
-            return "wait" if now < case.since + _VERDICT_TIMEOUT else "drop"
+            return "wait" if now < case.since + VERDICT else "drop"
         # Without a name our own message has not come back: the store is slow or away.
         if not complete or not (case.fetched or case.is_overdue(findings, now - case.since)):
             return "wait"
@@ -212,7 +209,7 @@ class HangConsensus:
             if not case.fetched:
                 self._fetch_reports(case, findings, monotonic(), NODE_BUSY)
 
-        timeout = max(0.0, case.since + limit - _MARGIN - now)
+        timeout = max(0.0, case.since + limit - REPORTS_MARGIN - now)
         self._broadcast.fetch(missing, timeout, lambda found: self._post(lambda: arrived(found)))
 
     def publish_verdict(self, data: dict[str, Any]) -> None:

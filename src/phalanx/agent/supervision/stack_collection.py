@@ -12,6 +12,7 @@ from phalanx.agent.supervision import stacks
 from phalanx.agent.supervision.silent_workers import SilentWorkers
 from phalanx.core.diagnosis.patience import RANK_BUSY
 from phalanx.core.diagnosis.progress import Blame, Evidence, Verdict, View, WatchPolicy, blame, judge
+from phalanx.job.time_budgets import NATIVE_STACKS_TIME, NCCL_ASKED, TRACES_SAVED
 from phalanx.kernel import is_stopped
 from phalanx.observe.log_layout import HANG, NATIVE_STACKS, NCCL, STACKS, TRACES, worker_directory
 from phalanx.worker.board import STACK_SIGNAL
@@ -29,9 +30,6 @@ if TYPE_CHECKING:
     from phalanx.worker.board import Boards
 
 RECHECK = 0.02
-_NATIVE_TIMEOUT = 8.0
-_SAVE_TIMEOUT = 0.3
-_NCCL_TIMEOUT = 0.3
 
 
 class Findings:
@@ -137,7 +135,7 @@ class HangIncident:
         self._traces = self._ask_for_traces(trace_sockets)
         self._nccl = self._ask_nccl()
         self._native: dict[int, Any] = self._start_py_spy()
-        self._native_deadline = now + _NATIVE_TIMEOUT
+        self._native_deadline = now + NATIVE_STACKS_TIME
         self._save_deadline = 0.0
         self.findings: Findings | None = None  # of this node, once its workers have answered
         # As it was when the hang was found: a sample that was under way may arrive meanwhile.
@@ -146,7 +144,7 @@ class HangIncident:
     def answered(self, now: float) -> bool:
         """Whether all workers have answered that can."""
         told = self._traces is None or self._traces.parsed or now >= self._deadline
-        asks_nccl = self._nccl.asks and now < self._at + _NCCL_TIMEOUT
+        asks_nccl = self._nccl.asks and now < self._at + NCCL_ASKED
         return self._dump.answered(now) and told and not asks_nccl
 
     # -- collectives --------------------------------------------------------------------------------
@@ -208,7 +206,7 @@ class HangIncident:
                 process.wait()
             if process.returncode is not None:
                 del self._native[rank]
-        self._save_deadline = self._save_deadline or now + _SAVE_TIMEOUT
+        self._save_deadline = self._save_deadline or now + TRACES_SAVED
         saved = self._traces is None or self._traces.saved or now >= self._save_deadline
         return not self._native and saved
 

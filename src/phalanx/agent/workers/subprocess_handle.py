@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.agent.warm.spawner import HelpersLost, Spawner
 from phalanx.agent.workers.worker_kinds import program_for
+from phalanx.core.group.stop import ANSWER
 from phalanx.helpers.messages import Exit, GroupStopped, WorkerLaunch
 
 if TYPE_CHECKING:
     from phalanx.agent.workers.worker_group import PContext
     from phalanx.job.numa import NumaOptions
 
-_ANSWER = 7.0  # over the grace: see worker_group.py
 _LOOK = 1.0  # bounds one sleep; nothing is polled at that rate
 
 
@@ -80,7 +80,7 @@ class Process:
         """End it and all it started; idempotent."""
         if not self._done:
             self._spawner.stop(sig, grace)
-            end = time.monotonic() + grace + _ANSWER
+            end = time.monotonic() + grace + ANSWER
             while not self._done and time.monotonic() < end:
                 self._take_in(end - time.monotonic())
             self._done = True

@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 FENCE = 0.9
+RENEWALS = 3  # in a lease
 
 
 class NodeLease(NamedTuple):
@@ -39,13 +40,13 @@ class NodeLease(NamedTuple):
     def granted(self, now: float, number: int, sent: float, hung_up: float | None) -> NodeLease:
         """A new one, asked for at `sent`; `hung_up`: when the connection ended that it was asked for on."""
         if hung_up is None:
-            return self._replace(number=number, proof=sent, cap=None, renew_at=sent + self.ttl / 3)
+            return self._replace(number=number, proof=sent, cap=None, renew_at=sent + self.ttl / RENEWALS)
         # It may have been granted before the connection ended, and shortened then.
         return self._replace(number=number, proof=sent, cap=hung_up + self.linger * FENCE, renew_at=now)
 
     def renewed(self, sent: float) -> NodeLease:
         """The store has answered a keep-alive."""
-        renew_at = max(self.renew_at, sent + self.ttl / 3)
+        renew_at = max(self.renew_at, sent + self.ttl / RENEWALS)
         return self._replace(proof=max(self.proof, sent), cap=None, renew_at=renew_at)
 
     def hung_up(self, now: float) -> NodeLease:

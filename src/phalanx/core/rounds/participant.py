@@ -38,7 +38,7 @@ from phalanx.core.rounds.causes import HOSTS
 from phalanx.core.rounds.following import Following
 from phalanx.core.rounds.leader_view import LeaderView, Options
 from phalanx.core.rounds.leadership import Leadership
-from phalanx.core.rounds.lease import NodeLease
+from phalanx.core.rounds.lease import RENEWALS, NodeLease
 from phalanx.core.rounds.node_failure import NodeFailure
 from phalanx.core.rounds.participant_events import Action, End, Remark, StartRound
 from phalanx.core.rounds.participant_state import (
@@ -456,7 +456,7 @@ class Participant:
     def _renew_lease(self, now: float) -> None:
         if self.lease.number and now >= self.lease.renew_at and not self._requests.awaits(Purpose.KEEP_ALIVE):
             self._ask(now, Purpose.KEEP_ALIVE, KeepAlive(self.lease.number))
-            self.lease = self.lease._replace(renew_at=now + self.options.ttl / 3)
+            self.lease = self.lease._replace(renew_at=now + self.options.ttl / RENEWALS)
 
     def _obey_drain(self, now: float) -> None:
         if self.round is not None and self.info.id in self.round.out:

@@ -23,12 +23,12 @@ from typing import Any
 from phalanx.core.exit_codes import INFRASTRUCTURE, SIGNALED, UNFIT_NODE
 from phalanx.core.record import Record
 from phalanx.job.environment import JOB_UID, STATIC_PORT, TOKEN_FILE
+from phalanx.job.time_budgets import POD_LEFT
 
 KINDS = ("job", "jobset", "trainjob")
 CONTAINER = "node"  # Kubeflow's name for the container that trains, and for its Job
 _SECRET_AT = "/var/run/secrets/phalanx"
 _KILLED = (SIGNALED + 9, SIGNALED + 15)  # by the kernel's memory limit or a lost machine; by a deletion
-_SAVING = 10  # seconds of the pod's grace period that are left for everything but the workers' own
 _RECREATED = 3  # times that a JobSet makes all its pods anew
 _KUEUE = "kueue.x-k8s.io"
 _JOB_LABEL, _UID_LABEL = "batch.kubernetes.io/job-name", "batch.kubernetes.io/controller-uid"
@@ -230,7 +230,7 @@ def command(job: PodJob, *, sizes: bool = True, workers: bool = True) -> list[st
     if "--preempt-signal" not in given:
         words += ["--preempt-signal", "SIGTERM"]
     if not given & {"--grace", "--shutdown-timeout"}:
-        words += ["--grace", str(max(1, job.termination_grace - _SAVING))]
+        words += ["--grace", str(max(1, job.termination_grace - POD_LEFT))]
     words += ["--health-listen", f"0.0.0.0:{job.health_port}"]
     words += [*job.run_words, job.script, *job.script_args]
     return [_literal(word) for word in words]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import shlex
 
 from phalanx.core.record import Record
+from phalanx.job.time_budgets import NOTICE_LEFT, SRUN_END
 from phalanx.platforms.slurm.requeue import PREEMPT_SIGNAL
 
 TYPE_CHECKING = False
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 NOTICE_SIGNAL = "USR2"
-_WAIT = 30  # seconds beyond the grace period
-_SAVED = 20  # seconds of the notice that are left for everything but the workers' own saving
 
 
 class BatchJob(Record):
@@ -72,7 +71,7 @@ def batch_script(job: BatchJob, written_by: Sequence[str]) -> str:
         "# The batch step passes the notice on, and requeues the job if its end says that this may help.",
         "# It ends the job when more agents than `--missing` refuse their command line.",
         f'exec "${{phalanx[@]}}" slurm batch --requeues {job.requeues} --missing {job.missing} '
-        f"--wait {_grace(job) + _WAIT} -- \\",
+        f"--wait {_grace(job) + SRUN_END} -- \\",
         f"    {srun} --cpu-bind=none{per_task} \\",
         f'    "${{phalanx[@]}}" run {shlex.join(run)}',
     ]
@@ -96,7 +95,7 @@ def _run_words(job: BatchJob) -> list[str]:
 
 def _grace(job: BatchJob) -> int:
     """Seconds that workers have to save their state."""
-    return max(job.notice - _SAVED, job.notice // 2)
+    return max(job.notice - NOTICE_LEFT, job.notice // 2)
 
 
 def _one_line(words: Sequence[str]) -> str:

@@ -16,6 +16,7 @@ from phalanx.core.exit_codes import NO_MEETING, SIGNALED, SUCCESS
 from phalanx.job.command_line import scan, usage_error
 from phalanx.job.environment import carried_variables, own_environment
 from phalanx.job.options import BY_DEST
+from phalanx.job.time_budgets import OTHER_HOSTS, STORE_GRACE
 from phalanx.platforms.outcomes import job_code
 from phalanx.platforms.ssh.frames import silence
 from phalanx.platforms.ssh.host_link import HostLink
@@ -29,12 +30,10 @@ if TYPE_CHECKING:
     from phalanx.job.host_names import HostSlots
     from phalanx.job.options import JobSpec
 
-_PATIENCE = 60.0  # seconds that an agent runs on without a connection to the starter, as without the store
 _LOCAL = ("hosts", "hostfile", "ssh", "dry_run")
 _OURS = ("nnodes", "node_rank", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "nproc_per_node")
 _LONGEST = 85  # bytes of a control socket's path, of the 107 that the system allows
 _DRAIN = 5.0  # seconds for the stewards to end, once their agents have
-_LAST = 10.0  # seconds that the other hosts have to end, beyond the grace period
 _CONNECT = 20  # seconds for a connection, where the configuration of ssh does not set a time
 
 
@@ -66,7 +65,7 @@ class _Starter:
         self._handled += [signal.Signals(job.watching.preempt_signal)] if job.watching.preempt_signal else []
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else nohup wants that
             self._handled.append(signal.SIGHUP)
-        self._patience = float(job.cluster.rdzv_conf.get("store_grace", _PATIENCE))
+        self._patience = float(job.cluster.rdzv_conf.get("store_grace", STORE_GRACE))
         self._over = threading.Event()
         endpoint = ""
         token = secrets.token_hex(32)
@@ -166,7 +165,7 @@ class _Starter:
                 f"the job cannot go on without {ends}: it needs {self._job.cluster.min_nodes} hosts, "
                 f"{self._links[0].host.name} among them, and has {len(rest)} left; stopping"
             )
-            self._hopeless_until = time.monotonic() + self._job.restarts.shutdown_timeout + _LAST
+            self._hopeless_until = time.monotonic() + self._job.restarts.shutdown_timeout + OTHER_HOSTS
             self._stop(signal.SIGTERM)
         if self._hopeless_until is not None and time.monotonic() >= self._hopeless_until:
             for link in self._links:

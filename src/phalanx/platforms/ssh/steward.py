@@ -26,6 +26,7 @@ import tempfile
 import time
 
 from phalanx.job.environment import OUTCOMES, TOKEN, own_environment
+from phalanx.job.time_budgets import STEWARD_KILL
 from phalanx.kernel import die_with_parent, pidfd, user_of
 from phalanx.platforms.outcomes import AgentOutcome, read_outcomes
 from phalanx.platforms.ssh.frames import GREETING, VERSION, LinkFrameReader, SentFrames, silence
@@ -38,7 +39,6 @@ _PREFIX = "phalanx-steward/"
 _BLOCK = 1 << 16
 _KEPT = 4 << 20  # bytes of output that a new connection can still get
 _AHEAD = 1 << 20  # unsent bytes at which the agent's console has to wait
-_HARD = 30.0  # seconds beyond the grace period before the agent is killed
 
 
 class Steward:
@@ -226,10 +226,10 @@ class Steward:
             self._alone_since = self._heard_at
         if self._kill_at is None and self._is_over() and self.agent.returncode is None:
             self.agent.terminate()
-            self._kill_at = now + self._grace + _HARD
+            self._kill_at = now + self._grace + STEWARD_KILL
         elif self._kill_at is not None and now >= self._kill_at and self.agent.returncode is None:
             self.agent.kill()
-            self._kill_at = now + _HARD
+            self._kill_at = now + STEWARD_KILL
 
 
 def main(argv: list[str]) -> int:

@@ -9,8 +9,8 @@ whole `store.model`, so the rendezvous runs on it unchanged:
 - A lease has a counter in the value, which a keep-alive increases. Every client sees on its own clock how
   long the counter has stood still, and ends the lease after its time: clocks are never compared. The counter
   changes after the keep-alive was sent, so no client ends a lease before its owner counts it as over.
-- Watches are local: the value is read once per `POLL` and after every own change, and what changed since the
-  last look is reported, or everything with `reset` where the history in the value does not reach back.
+- Watches are local: the value is read once per `BLOB_POLL` and after every own change, and what changed since
+  the last look is reported, or everything with `reset` where the history in the value does not reach back.
 
 The cost: each node reads the value once per second and writes it at every keep-alive, and the value grows
 with the number of nodes, so the traffic grows with its square. A change is seen after up to a second. A dead
@@ -42,11 +42,11 @@ from phalanx.core.rounds.store_commands import (
     Watch,
 )
 from phalanx.errors import StoreConnectionError, StoreError, StoreTimeoutError
+from phalanx.job.time_budgets import BLOB_POLL
 from phalanx.store.model import Model, mutates
 from phalanx.store.net import wire
 from phalanx.store.queued_client import CLOSE_TIMEOUT, QueuedClient
 
-POLL = 1.0  # seconds between two reads while nothing is asked
 MAGIC = b"PHALANX-BLOB-1\n"
 _HISTORY, _HISTORY_BYTES = 200, 32 << 10
 
@@ -131,7 +131,7 @@ class BlobClient(QueuedClient):
         """What was asked since the last turn, once something was; nothing if it is only time to look."""
         batch: list[tuple[int, Command] | None] = []
         try:
-            batch.append(self._commands.get(timeout=POLL))
+            batch.append(self._commands.get(timeout=BLOB_POLL))
             while True:
                 batch.append(self._commands.get_nowait())
         except queue.Empty:
@@ -203,7 +203,8 @@ class BlobClient(QueuedClient):
             beat = content.beats.get(number, 0)
             known, since = before.get(number, (-1, now))
             # The owner may have been cut off from the backend together with this client.
-            self._alive[number] = beat, since if known == beat and unseen < max(ttl / 2, 3 * POLL) else now
+            counts = known == beat and unseen < max(ttl / 2, 3 * BLOB_POLL)
+            self._alive[number] = beat, since if counts else now
         self._seen_at = now
 
     def _expire(self, content: _Content, model: Model, beats: dict[int, int], now: float) -> bool:

@@ -25,6 +25,7 @@ import struct
 from math import inf
 from typing import TYPE_CHECKING
 
+from phalanx.job.time_budgets import REDIAL
 from phalanx.store.embedded import dialling
 from phalanx.store.net import wire
 
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from phalanx.store.embedded.client import Client
 
 _CHUNK = 256 << 10
-_FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0
+_FIRST_PAUSE = 0.05
 _MOST = 6  # attempts at a time: one that is not answered may be one that is answered late
 _AT_ONCE = struct.pack("ii", 1, 0)  # SO_LINGER: close with a reset
 
@@ -175,7 +176,7 @@ class ClientLoop:
         """Begin an attempt, and plan the next one beside it, in case that nothing comes of this one."""
         if self._attempts:
             self._time.missed()
-        self._attempts.append(dialling.Attempt(self._client, dialling.CONNECT_TIME, self._client.wake))
+        self._attempts.append(dialling.Attempt(self._client, self._client.wake))
         again = len(self._attempts) < _MOST
         self._dial_at = self._client.clock() + self._patience if again else None
 
@@ -214,7 +215,7 @@ class ClientLoop:
             # One that took its time needs no rest after it.
             again = max(now, began + self._pause * random.uniform(0.5, 1.5))
             self._dial_at = min(again, max(now, self._away_since + self._client.grace))
-        self._pause = min(self._pause * 2, _LONGEST_PAUSE)
+        self._pause = min(self._pause * 2, REDIAL)
 
     def _take_welcome(self, line: Line, frame: wire.Frame) -> None:
         if not isinstance(frame.body, wire.Welcome):

@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from phalanx.errors import StoreAuthError
+from phalanx.job.time_budgets import CONNECT_TIME
 from phalanx.store.net import wire
 from phalanx.store.net.token import key_of
 
 if TYPE_CHECKING:
     from phalanx.store.embedded.client import Client
 
-CONNECT_TIME = 5.0  # for each step: a store that a thousand nodes join at once answers, but late
 _TLS_ALERT = b"\x15\x03"  # how a store with TLS turns down what is not TLS
 
 
@@ -39,11 +39,11 @@ class Silent(wire.WireError):
 class Attempt:
     """Opens a connection in a thread of its own; `done` is called there when `opened` or `error` is set."""
 
-    def __init__(self, client: Client, seconds: float, done: Callable[[], None]) -> None:
+    def __init__(self, client: Client, done: Callable[[], None]) -> None:
         self.began = client.clock()
         self.opened: Opened | None = None
         self.error: Exception | None = None
-        self._dialling, self._done = Dialling(client, seconds, self._connected), done
+        self._dialling, self._done = Dialling(client, self._connected), done
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
         self._cancelled = False
@@ -97,13 +97,13 @@ class Attempt:
 class Dialling:
     """One attempt to open a connection for a client; each step of it has the same time."""
 
-    def __init__(self, client: Client, seconds: float, connected: Callable[[socket.socket], None]) -> None:
-        self.client, self._seconds, self._connected = client, seconds, connected
+    def __init__(self, client: Client, connected: Callable[[socket.socket], None]) -> None:
+        self.client, self._connected = client, connected
         self.greeted_at: float | None = None
 
     def open(self) -> Opened:
         """A connection that has passed the handshake; OSError, WireError or StoreAuthError."""
-        sock = socket.create_connection((self.client.host, self.client.port), timeout=self._seconds)
+        sock = socket.create_connection((self.client.host, self.client.port), timeout=CONNECT_TIME)
         try:
             self._connected(sock)
             if sock.getsockname() == sock.getpeername():
@@ -144,7 +144,7 @@ class Dialling:
         assert self.client.sealing is not None
         assert self.client.tls is not None
         try:
-            raw.settimeout(self._seconds)
+            raw.settimeout(CONNECT_TIME)
             sock, binding = tls.dial(self.client.sealing, raw)
             try:
                 # Read before the first write: a server that refuses the certificate would answer bytes
@@ -213,7 +213,7 @@ class Dialling:
         self, sock: socket.socket, size: int, look: Callable[[bytes], None] = lambda data: None
     ) -> bytes:
         """Exactly so many bytes; `look` may object to what came before it is complete."""
-        data, until = b"", time.monotonic() + self._seconds
+        data, until = b"", time.monotonic() + CONNECT_TIME
         while len(data) < size:
             sock.settimeout(max(0.001, until - time.monotonic()))
             more = sock.recv(size - len(data))

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from phalanx.core.record import Record
 from phalanx.core.rounds.store_commands import Command, Notice, Put, Reply, Watch
 from phalanx.errors import StoreError, UsageError
+from phalanx.job.time_budgets import LINGER
 from phalanx.store.model import Model, Notices, mutates
 from phalanx.store.net import wire
 from phalanx.store.net.connections import Connections, Peer, set_options
@@ -64,7 +65,7 @@ class Server:
         token: Token | None = None,
         seed: Mapping[str, bytes] | None = None,
         journal: str | None = None,
-        linger: float = 1.0,
+        linger: float = LINGER,
         tls: Tls | None = None,
         on_incident: Callable[[str], None] = lambda text: None,
         on_failure: Callable[[str], None] = lambda text: None,

@@ -17,10 +17,10 @@ import msgspec
 
 from phalanx.core.rounds.store_commands import Notice, Watch
 from phalanx.errors import StoreAuthError
+from phalanx.job.time_budgets import REDIAL
 from phalanx.store.etcd import requests
 from phalanx.store.etcd.http import CONNECTION_ERRORS, EtcdConnection, EtcdError, Members
 
-_MAX_PAUSE = 1.0
 MALFORMED = (LookupError, TypeError, ValueError, AttributeError)  # raised by JSON of a shape etcd never sends
 
 
@@ -67,7 +67,7 @@ class WatchStream(threading.Thread):
             if self._stopped.is_set():
                 break
             self._on_broken()
-            pause = 0.0 if self._next > before else min(_MAX_PAUSE, pause * 2 or 0.05)
+            pause = 0.0 if self._next > before else min(REDIAL, pause * 2 or 0.05)
             self._moved.wait(pause)
         self._connection.close()
 

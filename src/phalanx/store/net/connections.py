@@ -22,6 +22,7 @@ from itertools import islice
 from math import inf
 from typing import TYPE_CHECKING, Any, Protocol
 
+from phalanx.job.time_budgets import HANDSHAKE_TIME
 from phalanx.store.net import wire
 from phalanx.store.net.strangers import Complaints, Strangers, descriptors
 from phalanx.store.net.token import Token, key_of
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
     from phalanx.store.net.tls import Tls
 
-HANDSHAKE_TIME = 5.0  # for each of its steps, of the time in which the server waits for its peers
 UNREAD_CAP = 128 << 20  # what may wait for one peer to read it
 STRANGERS = 4096  # connections that have not proved the token yet; fewer where descriptors are few
 STALLED = 1.0

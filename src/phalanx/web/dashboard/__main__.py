@@ -13,9 +13,9 @@ import socket
 import sys
 from typing import Any
 
+from phalanx.job.time_budgets import PAGE_PARTING
 from phalanx.kernel import die_with_parent, set_name
 
-_CLOSING = 4.0  # seconds for the last messages to viewers
 _FLUSH = 0.05
 _DESCRIPTORS = 4096
 
@@ -59,7 +59,7 @@ async def _serve(listener: socket.socket, task: dict[str, Any]) -> None:
     listening = asyncio.create_task(_listen(feed))
     await asyncio.wait((serving, listening), return_when=asyncio.FIRST_COMPLETED)
     if listening.done() and feed.viewers:
-        await feed.part(_CLOSING)
+        await feed.part(PAGE_PARTING)
         await asyncio.sleep(_FLUSH)
     os._exit(0)  # connections that are still open end with it
 

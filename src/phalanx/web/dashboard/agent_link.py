@@ -9,10 +9,10 @@ import socket
 import time
 from typing import Any
 
+from phalanx.job.time_budgets import PAGE
 from phalanx.kernel import user_of
 
 _LONGEST = 64 << 20  # bytes of an answer: a job of many thousand ranks
-_PATIENCE = 25.0
 
 
 class AgentGone(Exception):
@@ -28,7 +28,7 @@ class AgentLink:
     async def ask(self, request: dict[str, Any]) -> bytes:
         """The answer as it came; AgentGone without one."""
         try:
-            return await asyncio.wait_for(self._ask(json.dumps(request).encode() + b"\n"), _PATIENCE)
+            return await asyncio.wait_for(self._ask(json.dumps(request).encode() + b"\n"), PAGE)
         except (OSError, asyncio.TimeoutError) as error:
             raise AgentGone(str(error) or "no answer") from None
 
