@@ -123,7 +123,7 @@ import os, time
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
 if os.environ["RANK"] == attempt:  # another node each time
     raise KeyError(f"batch {attempt}")
-time.sleep(1000)
+time.sleep(1000 if attempt < "2" else 0)
 """
 
 
