@@ -315,8 +315,7 @@ class HangIncident:
     @property
     def signature(self) -> str:
         """What identifies the hang: the collective; empty where it is not known."""
-        found = self.explanation
-        return "" if found is None else f"hang, {found.kind}: {found.operation} of group {found.group}"
+        return "" if self.explanation is None else self.explanation.signature
 
     def as_data(self) -> dict[str, Any]:
         """The incident for the JSON report."""
