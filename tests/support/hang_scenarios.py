@@ -147,7 +147,8 @@ def record(directory: str) -> None:
         path = Path(scratch, "train.py")
         path.write_text(program(hangs))
         launcher = [str(Path(sys.executable).with_name("phalanx")), "run", "--nproc-per-node", "3"]
-        flags = ["--grace", "1", "--hang-timeout", "3", "--max-restarts", str(len(hangs)), "--backoff", "0"]
+        flags = ["--grace", "1", "--hang-timeout", "3", "--max-restarts", str(len(hangs))]
+        flags += ["--restart-always", "--backoff", "0"]
         subprocess.run([*launcher, "--log-dir", f"{scratch}/logs", *flags, str(path)], check=False)
         for attempt, (name, guilty) in enumerate(hangs):
             dumps = {

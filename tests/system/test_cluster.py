@@ -118,6 +118,27 @@ def test_the_pause_of_a_crash_loop_holds_on_every_node(tmp_path: Path) -> None:
     assert both.count("rank 1: exit code 3; re-forming for attempt 2, in 0.5 s") == 1, texts
 
 
+AGAIN = """
+import os, time
+attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
+if os.environ["RANK"] == attempt:  # another node each time
+    raise KeyError(f"batch {attempt}")
+time.sleep(1000 if attempt < "2" else 0)
+"""
+
+
+def test_the_same_failure_on_another_node_ends_the_job_everywhere(tmp_path: Path) -> None:
+    with Job(tmp_path, "2", "", "--max-restarts", "9") as job:
+        job.script.write_text(AGAIN)
+        nodes = [job.node(name) for name in "ab"]
+        ends = [node.end() for node in nodes]
+    assert [ended.code for ended in ends] == [93, 93], ends
+    both = "".join(ended.err for ended in ends)
+    assert both.count("not restarted: the same failure twice in a row without progress (KeyError at ") == 1, (
+        both
+    )
+
+
 def test_an_address_that_is_not_ours_ends_the_job_with_what_to_do(tmp_path: Path) -> None:
     with Job(tmp_path, "2", "", "--max-restarts", "3") as job:
         nodes = [job.node("a", "--local-addr", "192.0.2.1"), job.node("b")]

@@ -59,7 +59,7 @@ def show_times(plan: Plan, logs: list[Path]) -> None:
 
 
 def flags(plan: Plan, timeout: float) -> list[str]:
-    restarts = ["--max-restarts", str(len(plan)), "--backoff", "0", "--grace", "0.2"]
+    restarts = ["--max-restarts", str(len(plan)), "--restart-always", "--backoff", "0", "--grace", "0.2"]
     return [*restarts, "--hang-timeout", str(timeout)]
 
 
@@ -91,6 +91,18 @@ def test_which_rank_and_which_collective(tmp_path: Path) -> None:
     done = subprocess.run(tool, capture_output=True, text=True, timeout=3 * HUNG, check=True)
     assert "missing ranks: {0}" in done.stdout + done.stderr, done
     assert "group info: 1:tp" in done.stdout + done.stderr, done
+
+
+@pytest.mark.timeout(300)
+def test_the_same_hang_again_ends_the_job(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(program([("missing", 1)] * 3))
+    again = [word for word in flags([("missing", 1)] * 3, 1.0) if word != "--restart-always"]
+    with Running(["--nproc-per-node", "2", *again, str(path)]) as running:
+        end = running.end()
+    assert end.code == 93, end
+    hang = "hang, missing: all_reduce #4 of the default group"
+    assert f"not restarted: the same failure twice in a row without progress ({hang})" in end.err, end
 
 
 UNRECORDED = """

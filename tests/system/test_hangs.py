@@ -542,17 +542,3 @@ def test_a_worker_that_survives_sigkill_is_named_and_nothing_is_started(tmp_path
     assert f"could not be killed: pid {workers[1]} (" in ended.err, ended
     assert "state Z" in ended.err
     assert ended.out.count("ready") == 2
-
-
-def test_the_same_error_twice_before_ready_ends_the_job_at_once(tmp_path: Path) -> None:
-    """With --startup-timeout, a worker that fails before ready() in the same way twice fails the job."""
-    script = tmp_path / "script.py"
-    script.write_text("raise RuntimeError('no such data set')\n")
-    words = ["run", "--startup-timeout", "60", "--max-restarts", "9", str(script)]
-    done = subprocess.run(
-        [sys.executable, "-m", "phalanx", *words], capture_output=True, text=True, timeout=HUNG
-    )
-    assert done.returncode == 1
-    assert done.stderr.count("restart 1 of 9") == 1
-    assert "the same error twice in a row, both times before the worker was ready" in done.stderr
-    assert "restart 2 of 9" not in done.stderr

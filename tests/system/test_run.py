@@ -224,6 +224,33 @@ def test_restart_policies(words: list[str], attempts: int, code: int, tmp_path: 
     assert (ended.code, ended.out.count("attempt")) == (code, attempts), ended
 
 
+AGAIN = (
+    COUNT
+    + """\
+def step(batch): return batch["x"]
+step({} if n < 3 else {"x": 0})
+print("trained")
+"""
+)
+
+
+def test_the_same_failure_again_ends_the_job(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    path = script(tmp_path, AGAIN)
+    ended = run("--max-restarts", "9", "--log-dir", str(logs), path)
+    assert (ended.code, ended.out.count("attempt")) == (93, 2), ended
+    (line,) = [line for line in ended.said if "not restarted" in line]
+    assert f"the same failure twice in a row without progress (KeyError at {path}:2, in step)" in line
+    for name in ("summary.json", "failure.json"):
+        (found,) = (json.loads(found.read_text()) for found in logs.glob(f"*/{name}"))
+        assert found["exit_code"] == 93, found
+
+
+def test_restart_always_restarts_after_the_same_failure(tmp_path: Path) -> None:
+    ended = run("--max-restarts", "9", "--backoff", "0", "--restart-always", script(tmp_path, AGAIN))
+    assert (ended.code, ended.out.count("attempt")) == (0, 4), ended
+
+
 TOLD = {
     "text": (
         "import sys; sys.exit('no data in /data')",

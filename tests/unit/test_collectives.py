@@ -172,11 +172,13 @@ def test_the_cause_is_found_through_another_group() -> None:
     found = explain(traces)
     assert found is not None
     assert (found.kind, found.ranks) == ("missing", (3,))
+    assert found.signature.startswith("hang, missing: all_reduce #"), found
     assert len(found.others) == 1
     only = {rank: trace for rank, trace in traces.items() if rank != 3}
     found = explain(only)
     assert found is not None
     assert (found.kind, found.ranks) == ("silent", (3,))
+    assert found.signature == "", "a machine may be at fault"
 
 
 def test_ranks_that_wait_for_each_other_in_different_groups() -> None:

@@ -365,7 +365,7 @@ def test_a_launch_config_gives_the_same_job(
             program=job.program.replace(name=""),
             workers=job.workers.replace(omp_num_threads=None),
             cluster=job.cluster.replace(run_id="", rdzv_conf={}),
-            restarts=job.restarts.replace(hopeless=frozenset(), patience=0.0),
+            restarts=job.restarts.replace(hopeless=frozenset(), patience=0.0, restart_always=True),
             output=job.output.replace(**logs),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -162,6 +163,12 @@ def test_the_leader_writes_what_changed_and_goes_on_while_others_wait() -> None:
 def test_a_failure_travels_and_garbage_is_only_a_summary() -> None:
     failure = NodeFailure("rank 3: exit code 7", "not worth it", "a\nreport", 7)
     assert NodeFailure.read(failure.text()) == failure
+    known = NodeFailure("rank 3: KeyError", step=7, signature="KeyError at a.py:3, in f")
+    assert NodeFailure.read(known.text()) == known
+    older = NodeFailure.read(json.dumps({"summary": "rank 3: KeyError"}))
+    assert (older.step, older.signature) == (None, "")
+    for bad in ({"step": True}, {"step": "7"}, {"signature": 7}):
+        assert not NodeFailure.read(json.dumps({"summary": "x", "signature": "y", **bad})).signature
     assert NodeFailure.read("") == NodeFailure("")
     assert NodeFailure.read("{not json") == NodeFailure("{not json")
     assert len(NodeFailure("x", report="y" * 10_000_000).text()) < 100_000

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -22,6 +23,7 @@ from phalanx.core.diagnosis.failures import (
     ranks_text,
     root_of,
     shell_status,
+    signature,
 )
 
 
@@ -232,3 +234,90 @@ def test_the_root_alone_is_the_same(order: list[int], kinds: list[str]) -> None:
         stop = 5.0 if kind == "victim" else None
         endings.append(WorkerExit(rank, 100 + rank, 1 if kind else 0, 11.0 + rank, error, stop))
     assert root_of(endings) == diagnose(endings).root
+
+
+# ---- the same failure again --------------------------------------------------------------------------
+
+OWN = """Traceback (most recent call last):
+  File "/home/me/train.py", line 30, in <module>
+    main()
+  File "/home/me/train.py", line 12, in main
+    model(batch)
+  File "/usr/lib/python3.11/site-packages/torch/nn/modules/module.py", line 1501, in _call_impl
+    return forward_call(*args, **kwargs)
+"""
+PLACE = "/home/me/train.py:12, in main"
+LOST = (
+    OWN
+    + "ConnectionError: peer\n\nDuring handling of the above exception, another exception occurred:\n\n"
+    + OWN
+)
+
+
+def end(code: int, error: ErrorRecord | None = None, **more: Any) -> WorkerExit:
+    return WorkerExit(0, 7, code, 1.0, error, **more)
+
+
+def record(message: str, *kinds: str, traceback: str = OWN, **more: Any) -> ErrorRecord:
+    return ErrorRecord(message, traceback, kinds=kinds or (message.partition(":")[0], "Exception"), **more)
+
+
+SIGNATURES: dict[str, tuple[WorkerExit, str]] = {
+    "an exception and its place": (end(1, record("ValueError: x")), f"ValueError at {PLACE}"),
+    "whatever its text": (end(1, record("ValueError: batch 77")), f"ValueError at {PLACE}"),
+    "of torch's own class": (
+        end(1, record("OutOfMemoryError: CUDA out of memory", "OutOfMemoryError", "RuntimeError")),
+        f"OutOfMemoryError at {PLACE}",
+    ),
+    "a record without classes": (end(1, ErrorRecord("mine.Bad: x", OWN)), f"Bad at {PLACE}"),
+    "recorded, then killed at the end": (end(-11, record("ValueError: x")), f"ValueError at {PLACE}"),
+    "only a library's frame": (
+        end(1, record("ValueError: x", traceback='  File "/a/site-packages/b.py", line 3, in c\n')),
+        "ValueError at /a/site-packages/b.py:3, in c",
+    ),
+    "a syntax error": (
+        end(1, record("SyntaxError: x", traceback='  File "/home/me/t.py", line 3\n    def f(:\n')),
+        "SyntaxError at /home/me/t.py:3",
+    ),
+    "a crash and its place": (
+        end(-11, record("Fatal Python error: Segmentation fault")),
+        f"SIGSEGV at {PLACE}",
+    ),
+    "a crash without a stack": (end(-11), "SIGSEGV"),
+    "out of memory": (end(-9, evidence="out of memory: the kernel killed pid 7"), "SIGKILL, out of memory"),
+    "probably": (end(-9, evidence="probably out of memory: the kernel's count"), "SIGKILL, out of memory"),
+    "maybe another process": (end(-9, evidence="possibly out of memory: a process, maybe this one"), ""),
+    "killed from outside": (end(-9, evidence="SIGKILL from outside Phalanx; no sign of an OOM kill"), ""),
+    "asked to stop": (end(-15), ""),
+    "a bare exit code": (end(3), ""),
+    "a text of sys.exit": (end(1, record("SystemExit: no data", "SystemExit")), ""),
+    "Ctrl-C": (end(1, record("KeyboardInterrupt: ", "KeyboardInterrupt")), ""),
+    "no place": (end(1, record("ValueError: x", traceback="")), ""),
+    "wrong arguments": (end(2, ErrorRecord("usage error: --x is missing")), ""),
+    "a file that is not there": (
+        end(1, record("FileNotFoundError: /data", "FileNotFoundError", "OSError")),
+        "",
+    ),
+    "the same, of a foreign record": (end(1, ErrorRecord("FileNotFoundError: /data", OWN)), ""),
+    "torch's store": (end(1, record("DistStoreError: x", "DistStoreError", "DistError", "RuntimeError")), ""),
+    "NCCL": (end(1, record("DistBackendError: NCCL error", "DistBackendError", "DistError")), ""),
+    "a port in use": (end(1, record("RuntimeError: address already in use")), ""),
+    "a library's own network error": (end(1, record("RemoteError: 503 Service Unavailable")), ""),
+    "a process of its own that was killed": (
+        end(1, record("RuntimeError: DataLoader worker (pid 9) is killed by signal: Killed.")),
+        "",
+    ),
+    "caused by one": (end(1, record("RuntimeError: x", traceback=LOST + "RuntimeError: x\n")), ""),
+    "a group with one": (end(1, record("ExceptionGroup: x", members=("TimeoutError: x",))), ""),
+    "a lost device": (end(1, record("AcceleratorError: CUDA error: uncorrectable ECC error")), ""),
+    "a lost peer": (end(1, record("RuntimeError: Connection reset by peer")), ""),
+    "a lost peer, by a watchdog that aborts": (end(-6, tail="NCCL communicator was aborted"), ""),
+    "a lost peer, but there is none": (end(-6, tail="communicator aborted", alone=True), "SIGABRT"),
+    "stopped by the launcher": (end(-6, stopped_at=0.5), ""),
+}
+
+
+@pytest.mark.parametrize("case", SIGNATURES)
+def test_signature(case: str) -> None:
+    ending, expected = SIGNATURES[case]
+    assert signature(ending) == expected

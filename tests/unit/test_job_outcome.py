@@ -75,3 +75,6 @@ def test_the_report_of_all_nodes_comes_first() -> None:
     assert failure_of(None, own, "", hang) == own
     assert failure_of(None, None, "stacks", hang) == ("stacks", 96)
     assert failure_of(None, None, "", None) == ("", 1)
+    again = finish(Outcome.FAILED, "the same failure", 93)
+    assert failure_of(None, own, "", again) == ("own", 93)
+    assert failure_of(lost, own, "", again) == lost

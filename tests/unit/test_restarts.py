@@ -1,4 +1,4 @@
-"""The restart policy: the budget, the window, codes not worth a retry, fail fast, back-off."""
+"""The restart policy: the budget, the window, codes not worth a retry, the same failure again, back-off."""
 
 from __future__ import annotations
 
@@ -76,31 +76,54 @@ def test_without_a_window_the_jobs_count_rules_also_on_a_node_that_came_late() -
     assert not decide(History(attempt=3), Failure(0.0), 0.0, RestartPolicy(max_restarts=3)).restart
 
 
-FAIL_FAST = [
-    # readiness, first, second, restarted?
-    ("off: plain jobs keep their restarts", False, ("e", False), ("e", False), True),
-    ("same error, never ready", True, ("e", False), ("e", False), False),
-    ("another error", True, ("e", False), ("f", False), True),
-    ("ready the second time", True, ("e", False), ("e", True), True),
-    ("ready the first time", True, ("e", True), ("e", False), True),
-    ("no word, died young: not ready", True, ("e", None), ("e", None), False),
+SAME = "KeyError at train.py:7, in step"
+SAME_FAILURE = [
+    # the first failure; the second; restarted?
+    ("the same, soon, no steps", {}, {}, False),
+    ("another failure", {}, {"signature": "ValueError at train.py:7, in step"}, True),
+    ("nothing is known of them", {"signature": ""}, {"signature": ""}, True),
+    ("the second lived long: it may have progressed", {}, {"at": 100.0, "lived": 61.0}, True),
+    ("the first lived long", {"lived": 61.0}, {}, True),
+    ("a round that ended otherwise may have progressed", {}, {"at": 100.0}, True),
+    ("the same step, hours apart", {"step": 9, "lived": 9e3}, {"step": 9, "at": 9e3, "lived": 8e3}, False),
+    ("a step further", {"step": 9}, {"step": 10}, True),
+    ("the first step", {}, {"step": 0}, True),
+    ("soon, at an earlier step", {"step": 9}, {"step": 3}, False),
+    ("at an earlier step, after a while: not deterministic", {"step": 9}, {"step": 3, "at": 100.0}, True),
+    ("soon, before any step", {"step": 9}, {}, False),
+    ("before any step, after hours of steps", {"step": 9, "lived": 9e3}, {}, True),
 ]
 
 
-@pytest.mark.parametrize(("why", "readiness", "first", "second", "restart"), FAIL_FAST, ids=lambda v: str(v))
-def test_fail_fast(
-    why: str, readiness: bool, first: tuple[str, bool], second: tuple[str, bool], restart: bool
+@pytest.mark.parametrize(("why", "first", "second", "restart"), SAME_FAILURE, ids=lambda v: str(v))
+def test_the_same_failure_again_is_final_without_progress(
+    why: str, first: dict[str, Any], second: dict[str, Any], restart: bool
 ) -> None:
-    policy = RestartPolicy(readiness=readiness)
-    failures = [Failure(float(i), error, 1, 0.5, ready) for i, (error, ready) in enumerate((first, second))]
-    verdicts = run(policy, failures)
+    failures = [
+        Failure(0.0, "e", 1, 0.5, signature=SAME).replace(**first),
+        Failure(2.0, "e", 1, 0.5, signature=SAME).replace(**second),
+    ]
+    verdicts = run(RestartPolicy(same_failure=True), failures)
     assert verdicts[0].restart
-    assert verdicts[1].restart is restart, why
+    assert (verdicts[1].restart, verdicts[1].code) == (restart, 0 if restart else 93), why
+    assert all(verdict.restart for verdict in run(RestartPolicy(), failures)), "not without the rule"
+    if not restart:
+        assert verdicts[1].reason == (
+            f"not restarted: the same failure twice in a row without progress ({SAME}); "
+            "--restart-always restarts it all the same"
+        )
 
 
-def test_no_word_but_a_long_life_counts_as_ready() -> None:
-    policy = RestartPolicy(readiness=True, ready_after=5.0)
-    assert all(v.restart for v in run(policy, [Failure(0.0, "e", 1, 6.0), Failure(9.0, "e", 1, 6.0)]))
+def test_another_failure_in_between_makes_it_another_story() -> None:
+    policy = RestartPolicy(9, same_failure=True)
+    names = (SAME, "", SAME, "SIGSEGV", SAME)
+    assert all(v.restart for v in run(policy, [Failure(0.1 * i, signature=n) for i, n in enumerate(names)]))
+
+
+def test_the_end_of_the_budget_keeps_the_code_of_the_worker() -> None:
+    failures = [failure.replace(signature=SAME) for failure in crashes(2)]
+    last = run(RestartPolicy(1, same_failure=True), failures)[-1]
+    assert (last.reason, last.code) == ("not restarted: 1 of 1 restarts are used", 0)
 
 
 def test_back_off_grows_in_a_crash_loop_and_resets_after_a_healthy_time() -> None:
@@ -171,14 +194,14 @@ def test_back_off_says_so_and_can_be_switched_off() -> None:
     st.booleans(),
 )
 def test_never_more_restarts_than_the_budget(
-    budget: int, window: float | None, spans: list[tuple[float, float]], readiness: bool
+    budget: int, window: float | None, spans: list[tuple[float, float]], same: bool
 ) -> None:
     """In the whole job, or within any window; and the delay is always within its bounds."""
-    policy = RestartPolicy(budget, window=window, readiness=readiness, free=1)
+    policy = RestartPolicy(budget, window=window, same_failure=same, free=1)
     now, failures = 0.0, []
     for index, (gap, lived) in enumerate(spans):
         now += gap
-        failures.append(Failure(now, f"e{index % 3}", 1, lived))
+        failures.append(Failure(now, "e", 1, lived, signature=f"e{index // 2 % 3}"))
     verdicts = run(policy, failures)
     times = [f.at for f, v in zip(failures, verdicts, strict=False) if v.restart]
     for begin in times:

@@ -76,7 +76,7 @@ def make_agent(
             backoff_first=restarts.backoff[0],
             backoff_max=restarts.backoff[1],
             patience=restarts.patience,
-            readiness=job.watching.startup_timeout is not None,  # then workers report when they are set up
+            same_failure=not restarts.restart_always,
         )
         logs = logs or make_logs(job)
         helpers = helpers or make_helpers(job)

@@ -7,6 +7,7 @@ import time
 from collections import deque
 
 from phalanx.agent.job_history import JobHistory
+from phalanx.core.exit_codes import DO_NOT_RETRY
 from phalanx.observe.stream import (
     HangWarned,
     HostQuarantined,
@@ -191,4 +192,5 @@ class FailureReports:
         everyone = {**result.failures, **result.stopped}
         report = format_report(self._job_name, everyone, started_at=self._began, width=100)
         found = diagnosis_of(everyone, self._began)
-        return report, found.exit_code, bool(found.echoes) and not found.failed
+        code = code if code == DO_NOT_RETRY else found.exit_code
+        return report, code, bool(found.echoes) and not found.failed

@@ -178,6 +178,7 @@ class JobEnd:
         if not kept:
             reason = agent.outcome.message if agent.outcome is not None else ""
             kept = _without_ranks(name, outcome, self._run.begin, reason)
+        kept["exit_code"] = outcome.code  # the job's
         return outcome, _keep_json(agent, kept)
 
     def _keep_reason(self, agent: Agent, error: BaseException, outcome: JobOutcome) -> None:

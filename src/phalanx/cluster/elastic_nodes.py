@@ -204,7 +204,15 @@ class ElasticNodes:
         # With the host of the store the job would lose its store: its failure is the job's.
         self._unfit = command.unfit and not self._membership.hosting
         failure = NodeFailure(
-            command.summary, final, text, code, command.delay, command.fresh, command.ranks[:64]
+            command.summary,
+            final,
+            text,
+            code,
+            command.delay,
+            command.fresh,
+            command.ranks[:64],
+            command.step,
+            command.signature,
         )
         self._membership.failed(command.round, failure, self._unfit, only_lost_peers)
 

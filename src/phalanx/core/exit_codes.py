@@ -2,8 +2,9 @@
 
 The code of a worker that failed is passed on unchanged, so the codes of our own must not be ones that
 programs use: not 1 and 2, not sysexits.h's (64 to 78), not Python's 120, not those of shells, `timeout` and
-containers (124 to 127), not 128+n for signals, not 255. 93 is the one that a worker chooses itself, to say
-that trying again cannot help; the three after it are infrastructure, where another attempt may help.
+containers (124 to 127), not 128+n for signals, not 255. 93 says that trying again cannot help: a worker
+chooses it, or the restart policy for the same failure again. The three after it are infrastructure, where
+another attempt may help.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ TABLE: tuple[tuple[str, str, str], ...] = (
     ("the code of a worker", "of `run`: the exit code of the worker that failed first", FINAL),
     (
         str(DO_NOT_RETRY),
-        "the same; a worker that exits with it says 'do not retry': it is not restarted, and the job should "
-        "not be submitted again",
+        "of `run`: the same failure ended two attempts in a row without progress, or a worker exited with "
+        "it, which says 'do not retry': no restart, and the job should not be submitted again",
         FINAL,
     ),
     ("128+n", "of `run`: the worker that failed first was killed by signal n", FINAL),

@@ -3,6 +3,7 @@
 | what ended it | outcome | exit code |
 |---|---|---|
 | a signal | STOPPED | 128+n |
+| the same failure twice | FAILED | 93 |
 | workers, a hang, another node | FAILED | of the nodes' common report, else of the workers, or the loop |
 | wrong usage | FAILED | 2 |
 | no meeting, an unfit node, a start that failed, another error of ours | FAILED | `exit_codes.of_error` |
@@ -63,4 +64,8 @@ def failure_of(
     job: tuple[str, int] | None, workers: tuple[str, int] | None, hang: str, finish: Finish | None
 ) -> tuple[str, int]:
     """Report and exit code of a failure: the one of all nodes, that of the workers here, or of a hang."""
-    return job or workers or (hang, exit_codes.FAILURE if finish is None else finish.code)
+    if job is not None:
+        return job
+    code = exit_codes.FAILURE if finish is None else finish.code
+    report, own = workers or (hang, code)
+    return report, code if code == exit_codes.DO_NOT_RETRY else own

@@ -318,7 +318,7 @@ def from_launch_config(
     return job.replace(
         workers=job.workers.replace(numa_options=config.numa_options, omp_num_threads=None),
         cluster=job.cluster.replace(rdzv_conf=dict(config.rdzv_configs)),
-        restarts=job.restarts.replace(hopeless=frozenset(), patience=0.0),
+        restarts=job.restarts.replace(hopeless=frozenset(), patience=0.0, restart_always=True),
         output=job.output.replace(log_line_prefix_template=config.log_line_prefix_template),
     )
 

@@ -265,6 +265,9 @@ class Restarts(Section, title="Restarts and stopping"):
         "exit codes, signals and exceptions that are not worth a restart, or none",
         metavar="LIST",
     )  # fmt: skip
+    restart_always: bool = option(
+        "--restart-always", "flag", False, "restart also after the same failure twice without progress"
+    )
     hopeless: frozenset[int | str]  # the same, only for workers that fail early; what a job has by default
     restart_delay: float = option("--restart-delay", "duration", 0.0, "wait before every restart", most=DAY)
     backoff: tuple[float, float] = option(  # the first delay and the longest; 0: none

@@ -18,8 +18,10 @@ from phalanx.core.diagnosis.exit_status import code_in_words, next_step, signal_
 from phalanx.core.diagnosis.failures import (
     diagnose,
     echo_of,
+    exception_kinds,
     last_line,
     moment,
+    own_frame,
     ranks_text,
     root_of,
     tells_of_lost_device,
@@ -62,13 +64,7 @@ def exception_names(failure: ProcessFailure) -> tuple[str, ...]:
     """The class of the exception that ended a worker, and its base classes as far as they are known."""
     if failure.error is not None and failure.error.kinds:
         return failure.error.kinds
-    name = _error_line(failure).partition(":")[0].rpartition(".")[2]
-    if not name.isidentifier():
-        return ()
-    import builtins
-
-    kind = getattr(builtins, name, None)
-    return tuple(one.__name__ for one in kind.__mro__[:-1]) if isinstance(kind, type) else (name,)
+    return exception_kinds(_error_line(failure))
 
 
 # ---------------------------------------------------------------- the text
@@ -268,10 +264,6 @@ def _when(at: float, started_at: float | None) -> str:
 # ---------------------------------------------------------------- the next step
 
 
-_FRAME = r'^\s*(?:\| )?File "(.+)", line (\d+)(?:, in (.+))?$'  # that of a SyntaxError has no function
-_LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "/lib64/python3", "<frozen ")
-
-
 def hint(found: Diagnosis, failure: ProcessFailure) -> str:
     """One thing to check, as near to the cause as the failure shows."""
     root = found.root
@@ -281,7 +273,7 @@ def hint(found: Diagnosis, failure: ProcessFailure) -> str:
         return "see the reports of the other nodes: the rank that failed is on one of them"
     if "out of memory" in failure.evidence:
         return "use smaller batches or fewer data-loading processes on this rank, or raise its memory limit"
-    place = _own_frame(failure.traceback or ("" if failure.error else failure.tail))
+    place = plain_text(own_frame(failure.traceback or ("" if failure.error else failure.tail)))
     if tells_of_lost_device(failure.message):
         on = f" on {failure.host}" if failure.host else ""
         return f"a GPU{on} has failed, not the program: run `phalanx check` there, and keep the host out"
@@ -316,15 +308,6 @@ def hint(found: Diagnosis, failure: ProcessFailure) -> str:
         "see the worker's own output (-r 3 includes it in the report); it recorded no exception: it called "
         "exit() itself, or failed before its program started"
     )
-
-
-def _own_frame(traceback: str) -> str:
-    frames = [m.groups() for line in traceback.splitlines() if (m := re.match(_FRAME, line))]
-    own = [f for f in frames if not any(part in f[0] for part in _LIBRARY)] or frames
-    if not own:
-        return ""
-    path, line, function = own[-1]
-    return plain_text(f"{path}:{line}" + (f", in {function}" if function else ""))
 
 
 # ---------------------------------------------------------------- text of workers

@@ -382,7 +382,8 @@ class HangDetector:
             self._warned_rule = incident.verdict.rule
             self._incidents.warn_of_hang(summary)
             return None
-        return Hang(summary, policy.on_hang == "fail", incident.guilty)
+        reached = max((beat.step for beat in findings.view.alive if beat.step is not None), default=None)
+        return Hang(summary, policy.on_hang == "fail", incident.guilty, reached, incident.signature)
 
     def _withdraw(self, findings: Findings, now: float) -> None:
         """Ranks of other nodes progress, so those of this node wait for a reason."""

@@ -310,6 +310,11 @@ class HangIncident:
             self.report.append(f"  full stacks{on}: {os.path.join(directory, '*', STACKS)}")
             self._append(os.path.join(directory, HANG), "\n".join(self.report) + "\n")
 
+    @property
+    def signature(self) -> str:
+        """What identifies the hang: the collective; empty where it is not known."""
+        return "" if self.explanation is None else self.explanation.signature
+
     def as_data(self) -> dict[str, Any]:
         """The incident for the JSON report."""
         return {

@@ -130,12 +130,9 @@ class Supervision:
         """When all workers of the last start had reached their first line; None where that is not known."""
         return self._boards.begun() if self._boards is not None else None
 
-    def progress_of(self, rank: int) -> tuple[bool | None, int | None]:
-        """Whether this worker had called ready() or sent a heartbeat (None: no board), and its last step."""
-        if self._boards is None:
-            return None, None
-        slot = self._boards.read(rank)
-        return bool(slot.ready_at or slot.count), slot.step
+    def step_of(self, rank: int) -> int | None:
+        """The last step that this worker reported."""
+        return None if self._boards is None else self._boards.read(rank).step
 
     @property
     def current_boards(self) -> Boards | None:

@@ -469,7 +469,7 @@ class LocalWorkers:
             self._supervision.finished(time.monotonic())
         elif self._ended_by_interrupt(result):
             return Signal(signal.SIGINT)
-        return worker_event(result, self._supervision.progress_of)
+        return worker_event(result, self._supervision.step_of)
 
     def _is_fenced(self) -> bool:
         """Whether the helpers have killed the workers, and the membership is about to end the round."""
@@ -741,9 +741,7 @@ class ReentryRecord:
         return f"re-entered: {', '.join(parts)}, {now - self._began:.2f} s"
 
 
-def worker_event(
-    result: RunResult, progress_of: Callable[[int], tuple[bool | None, int | None]]
-) -> Event | None:
+def worker_event(result: RunResult, step_of: Callable[[int], int | None]) -> Event | None:
     """What a look at the workers means to the core; None while all is well."""
     match result.state:
         case WorkerState.SUCCEEDED:
@@ -753,17 +751,17 @@ def worker_event(
         case WorkerState.FAILED if not result.failures:
             return WorkerFailed("a worker failed")
         case WorkerState.FAILED:
+            from phalanx.core.diagnosis.failures import signature
             from phalanx.observe.report import exception_names, root_cause, summary
 
             rank, failure = root_cause(result.failures)
-            ready, step = progress_of(failure.local_rank)
             return WorkerFailed(
                 summary(rank, failure),
                 failure.shell_status,
                 failure.message,
-                ready,
                 exception_names(failure),
-                step,
+                step_of(failure.local_rank),
+                signature(failure.ending(rank)),
             )
         case _:
             return None

@@ -58,6 +58,7 @@ _REASONS = {
     "device": "waits for its device",
     "unhealthy": "its backend has failed",
 }
+_OF_THE_PROGRAM = ("mismatch", "missing", "ahead")
 
 
 class Operation(Record):
@@ -128,6 +129,13 @@ class Explanation(Record):
     def reason(self) -> str:
         """In a few words, for the stacks of these ranks."""
         return _REASONS.get(self.kind, "")
+
+    @property
+    def signature(self) -> str:
+        """What identifies a hang that the program causes; empty: a machine or the network may be at fault."""
+        if self.kind not in _OF_THE_PROGRAM:
+            return ""
+        return f"hang, {self.kind}: {self.operation} #{self.number} of {group_text(self.group)}"
 
 
 class _Blocked:

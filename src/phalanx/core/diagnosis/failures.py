@@ -320,6 +320,75 @@ def fingerprint(ending: WorkerExit) -> str:
     return f"{ending.code}\n{normalise(ending.evidence)}\n{normalise(last_line(ending.tail))}"
 
 
+# ---------------------------------------------------------------- the same failure again
+
+
+_FRAME = r'^\s*(?:\| )?File "(.+)", line (\d+)(?:, in (.+))?$'  # that of a SyntaxError has no function
+_LIBRARY = ("/site-packages/", "/dist-packages/", "/lib/python3", "/lib64/python3", "<frozen ")
+_CRASHES = {4: "SIGILL", 5: "SIGTRAP", _SIGABRT: "SIGABRT", 7: "SIGBUS", 8: "SIGFPE", 11: "SIGSEGV"}
+"""Signals that a program causes itself; any other may come from outside."""
+_SIGKILL = 9
+_MAY_PASS = (
+    r"\bOSError\b|\bDist\w*Error\b|connect|network|time[ -]?out|timed out|unavailable|http|deadline|\brpc"
+    r"|in use|temporar|too many requests|busy|killed by signal|exited unexpectedly|terminated abruptly"
+    r"|\bKeyboardInterrupt\b|\bSystemExit\b|Signal\w*Exception"
+)
+"""Exceptions and words of causes that may be gone at the next attempt: files, networks, programs, people."""
+
+
+def signature(ending: WorkerExit) -> str:
+    """What identifies this failure; empty: nothing does, or its cause may pass by itself.
+
+    Of an exception: its class and the innermost frame of the user's own code; of a crash: the signal and that
+    frame. A lost device has none: it is the host's failure, which another host does not repeat.
+    """
+    error = ending.error
+    if is_victim(ending) or echo_of(ending):
+        return ""
+    crashed = error is None or error.message.startswith("Fatal Python error")
+    place = own_frame(error.traceback) if error is not None else ""
+    if crashed and ending.code == -_SIGKILL:
+        # "possibly" is the evidence of another process, too.
+        return "SIGKILL, out of memory" if re.match("(probably )?out of memory", ending.evidence) else ""
+    if crashed:
+        name = _CRASHES.get(-ending.code, "")
+        return f"{name} at {place}" if name and place else name
+    assert error is not None
+    kinds = error.kinds or exception_kinds(error.message)
+    first = _first_in_chain(error)
+    words = [*kinds, error.message[:2000], *exception_kinds(first), first[:2000]]
+    for member in error.members:
+        words += [*exception_kinds(member), member]
+    text = "\n".join(words)
+    if not kinds or not place or tells_of_lost_device(text) or re.search(_MAY_PASS, text, re.IGNORECASE):
+        return ""
+    return f"{kinds[0]} at {place}"
+
+
+def exception_kinds(line: str) -> tuple[str, ...]:
+    """The class of the exception that this line reports, and its base classes as far as they are known."""
+    name = line.partition(":")[0].rpartition(".")[2].strip()
+    if not name.isidentifier():
+        return ()
+    import builtins
+
+    kind = getattr(builtins, name, None)
+    return tuple(one.__name__ for one in kind.__mro__[:-1]) if isinstance(kind, type) else (name,)
+
+
+def own_frame(traceback: str) -> str:
+    """The innermost frame of the user's own code; of a library's where there is none."""
+    frames = [m.groups() for line in traceback.splitlines() if (m := re.match(_FRAME, line))]
+    own = [f for f in frames if not any(part in f[0] for part in _LIBRARY)] or frames
+    if not own:
+        return ""
+    path, line, function = own[-1]
+    return f"{path}:{line}" + (f", in {function}" if function else "")
+
+
+# ---------------------------------------------------------------- text
+
+
 def last_line(text: str) -> str:
     """The last line that is not blank; of a progress bar, its last state."""
     return text.rstrip().rpartition("\n")[2].rpartition("\r")[2]

@@ -102,16 +102,17 @@ class StartFailed(Record):
 
 
 class WorkerFailed(Record):
-    """A worker of this node failed; `error` identifies the error (for fail fast), by default the summary.
+    """A worker of this node failed; `error` is its message, by default the summary.
 
-    `kinds`: the names of the exception and of its base classes; `step`: the last one that was reported."""
+    `kinds`: the names of the exception and of its base classes; `step`: the last one that was reported;
+    `signature`: what identifies the failure, empty where another attempt may help."""
 
     summary: str
     exit_code: int | None = None
     error: str = ""
-    ready: bool | None = None
     kinds: tuple[str, ...] = ()
     step: int | None = None
+    signature: str = ""
 
 
 class AllSucceeded(Record):
@@ -148,7 +149,8 @@ class RoundOver(Record):
 class PeerFailed(Record):
     """Another node's failure, with its verdict for the job: `final`, or a restart after `delay`.
 
-    `fresh`: in new processes on every node; `ranks`: those that a hang is due to."""
+    `fresh`: in new processes on every node; `ranks`: those that a hang is due to; `step` and `signature`: as
+    in `WorkerFailed`."""
 
     node: str
     round: int
@@ -158,6 +160,8 @@ class PeerFailed(Record):
     delay: float = 0.0
     fresh: bool = False
     ranks: tuple[int, ...] = ()
+    step: int | None = None
+    signature: str = ""
 
 
 class Signal(Record):
@@ -190,11 +194,14 @@ class Uninterruptible(Record):
 class Hang(Record):
     """The watchdog reports a worker without progress; `final`: whatever restarts are left.
 
-    `ranks`: those that the others wait for, by global rank, where they are known."""
+    `ranks`: those that the others wait for, by global rank, where they are known; `step`: the last one that a
+    rank reported; `signature`: the collective, where it is known."""
 
     summary: str
     final: bool = False
     ranks: tuple[int, ...] = ()
+    step: int | None = None
+    signature: str = ""
 
 
 class RestartRequested(Record):
@@ -292,7 +299,9 @@ class ReportFailure(Record):
     fresh: bool = False
     ranks: tuple[int, ...] = ()
     code: int = 1
-    """The job's exit code, should this failure end it and no worker have one."""
+    """The job's exit code, should this failure end it and no worker have one; 93 in any case."""
+    step: int | None = None
+    signature: str = ""
 
 
 class RequestRound(Record):
@@ -340,7 +349,7 @@ class Finish(Record):
     message: str = ""
     sig: int | None = None
     code: int = 1
-    """The exit code of a failure without one of a worker."""
+    """The exit code of a failure without one of a worker; 93 in any case."""
 
 
 Command: TypeAlias = (

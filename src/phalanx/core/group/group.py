@@ -22,7 +22,7 @@ The rules:
   uses none. The ranks that a hang is due to are killed at once. Not recalled: workers that save a checkpoint
   (preemption), a node that may have been replaced (`at_once`), and any ending. The same error three times in
   a row means that two re-entries did not help: then all processes are new. The node that fails decides this
-  for all nodes, too.
+  for all nodes, too. The rule about the same failure twice in a row holds only for new processes.
 - All workers succeeded: exit barrier, then the end. A barrier that takes too long fails no job. Another
   node's failure or loss re-forms this node too: the others need it. An end of the rendezvous before all
   nodes have reported success is a failure: it stops the workers of the others, or what they did is not known.
@@ -152,7 +152,7 @@ class Ending(Record):
     sig: int | None = None
     preempted: bool = False
     code: int = exit_codes.FAILURE
-    """Of a failure without an exit code of a worker."""
+    """Of a failure without an exit code of a worker; 93 in any case."""
 
 
 class GroupState(Record):
@@ -173,6 +173,8 @@ class GroupState(Record):
     """Whether a worker of this node has registered for re-entry."""
     same: tuple[str, int] = ("", 0)
     """The last error, and how many recalls in a row were due to it."""
+    parked: int = 0
+    """Workers of this node that the last stop left to re-enter."""
     ending: Ending | None = None
     signals: int = 0
     recent: tuple[str, ...] = ()
@@ -302,7 +304,7 @@ def on_start_failed(state: GroupState, event: StartFailed, now: float, policy: G
 def on_worker_failed(state: GroupState, event: WorkerFailed, now: float, policy: GroupPolicy) -> Step:
     error = event.error or event.summary
     lived = now - state.started_at
-    failure = Failure(now, error, event.exit_code, lived, event.ready, event.kinds, event.step)
+    failure = Failure(now, error, event.exit_code, lived, event.kinds, event.step, event.signature)
     state = state.replace(worker_state=WorkerState.FAILED)
     return _failure(state, now, policy, event.summary, failure)
 
@@ -321,11 +323,11 @@ def on_unhealthy(state: GroupState, event: Hang | Uninterruptible, now: float, p
         pids = ", ".join(map(str, event.pids))
         summary = f"workers in uninterruptible sleep (pid {pids})"
     state = state.replace(worker_state=WorkerState.UNHEALTHY)
-    # Ready: it ran for long enough to hang, so this is not a crash at the start.
-    failure = Failure(now, summary, None, now - state.started_at, True)
+    failure = Failure(now, summary, None, now - state.started_at)
     if isinstance(event, Uninterruptible):
         policy = policy.replace(reenter_timeout=0.0)  # a recall would wait for it in vain
         return _failure(state, now, policy, summary, failure, exit_codes.HANG)
+    failure = failure.replace(step=event.step, signature=event.signature)
     return _failure(state, now, policy, summary, failure, exit_codes.HANG, event.ranks)
 
 
@@ -340,7 +342,11 @@ def _failure(
 ) -> Step:
     """This node's own failure: decide for the job, and tell the others; `code`: where no worker has one."""
     number = _number(state)
-    verdict = restarts.decide(state.history, failure, now, policy.restarts)
+    allowed = policy.restarts
+    if state.parked:
+        allowed = allowed.replace(same_failure=False)  # new processes may help where a re-entry did not
+    verdict = restarts.decide(state.history, failure, now, allowed)
+    code = verdict.code or code
     line = f"{summary}; {verdict.reason}"
     if not verdict.restart:
         report = ReportFailure(number, state.attempt, summary, final=True, ranks=culprits, code=code)
@@ -360,6 +366,8 @@ def _failure(
         fresh=fresh,
         ranks=culprits,
         code=code,
+        step=failure.step,
+        signature=failure.signature,
     )
     state = state.replace(history=history, void=number, cause=summary, not_before=now + verdict.delay)
     return _recall(
@@ -376,7 +384,7 @@ def on_peer_failed(state: GroupState, event: PeerFailed, now: float, policy: Gro
         return _stay(state, f"{what}; the failure of round {event.round} is known already", history=history)
     ran = state.phase in _ALIVE or state.phase is Phase.BARRIER
     lived = now - state.started_at if ran else 0.0
-    failure = Failure(now, event.summary, None, lived)
+    failure = Failure(now, event.summary, None, lived, step=event.step, signature=event.signature)
     history = restarts.record(state.history, failure, policy.restarts, event.attempt)
     not_before = max(state.not_before, now + event.delay)
     # A node that was in no round yet has lost nothing: it recovers from nothing.
@@ -491,7 +499,7 @@ def on_stopped(state: GroupState, event: Stopped, now: float, policy: GroupPolic
     if state.phase is Phase.ENDING:
         assert state.ending is not None, "ENDING knows how it ends"
         return _finish(state.replace(worker_state=WorkerState.STOPPED), state.ending)
-    state = state.replace(worker_state=WorkerState.STOPPED)
+    state = state.replace(worker_state=WorkerState.STOPPED, parked=event.parked)
     if not event.parked:
         state = state.replace(same=("", 0))  # no worker re-enters, so the error cannot be due to that
     if state.phase is Phase.CLEARING:

@@ -9,13 +9,15 @@ The rules, in the order in which they are asked:
    `hopeless_within` seconds. These are guesses (a missing module, a wrong argument), and a guess must not
    end a job that has been training for hours. An error of the operating system is never hopeless, whatever
    the exit code: a file system may come back.
-3. *Fail fast*: the same error twice in a row, both times before the worker was ready, is final. This
-   rule is off unless the job reports readiness (`readiness=True`). Without that, "ready"
-   is only a guess from how long a worker lived, and a plain `--max-restarts 3` job whose script dies
-   at once must get the three restarts it asked for: people rely on them to ride out a port that is
-   still taken or a file system that is still mounting. A guess may not take that away.
-4. The budget: `max_restarts` for the whole job; with a `window`, only failures of the last `window`
+3. The budget: `max_restarts` for the whole job; with a `window`, only failures of the last `window`
    seconds count, so that a job of many days is not ended by one failure a day.
+4. *The same failure again*, with no progress in between, is not worth a third attempt, and the exit code is
+   93. Two failures are the same if their signatures are (`core.diagnosis.failures.signature`); causes that
+   may pass by themselves have none: a port that is still taken, a file system that is still mounting, a
+   peer, a kill from outside, a bare exit code. There was no progress if both came at the same step, or both
+   within `hopeless_within` seconds and the later one at no further step. A worker that reports no step and
+   lives longer may have progressed, so this rule does not hold for it. Without a restart left the budget is
+   the reason, and the exit code the worker's own.
 5. The delay: `restart_delay` before every restart, and back-off in a crash loop. A failure belongs to a crash
    loop when it comes within `healthy_after` seconds of the start of its workers, and without progress: no
    step beyond those of the failures before it. The first failure of a loop restarts at once (a normal
@@ -30,7 +32,7 @@ Membership changes, preemption and signals never come here: they cost nothing.
 
 `History.attempt` is the job-wide number of restarts used, which every node agrees on because it
 travels with each round and each failure report. `History.failures` is what this node saw itself; it is
-only used for the window, the back-off and fail fast. A node that came late counts old failures in
+only used for the window, the back-off and the same failure. A node that came late counts old failures in
 `attempt` but not in its window; taking them as fresh instead was rejected, because it would let a
 newcomer end a healthy job. The list is bounded, so a loop of any length costs no memory.
 """
@@ -53,8 +55,8 @@ class RestartPolicy(Record):
     no_restart_on: frozenset[int | str] = frozenset()
     hopeless: frozenset[int | str] = frozenset()
     hopeless_within: float = 60.0
-    readiness: bool = False
-    ready_after: float = 5.0
+    same_failure: bool = False
+    """Whether the same failure again ends the job."""
     healthy_after: float = 10.0
     free: int = 1
     free_kills: int = 5
@@ -70,15 +72,15 @@ class Failure(Record):
     """One incident as the policy sees it; `lived` is the time from the start of the workers to it.
 
     `kinds` are the names of the exception and of the classes that it derives from; `step` is the last one
-    that the failed worker reported."""
+    that the failed worker reported; `signature` identifies the failure, where it is known."""
 
     at: float
     error: str = ""
     exit_code: int | None = None
     lived: float = 0.0
-    ready: bool | None = None
     kinds: tuple[str, ...] = ()
     step: int | None = None
+    signature: str = ""
 
 
 class History(Record):
@@ -89,12 +91,15 @@ class History(Record):
 
 
 class Decision(Record):
-    """The verdict: `remaining` is what is left of the budget after it."""
+    """The verdict: `remaining` is what is left of the budget after it.
+
+    `code`: the job's exit code, whatever that of the worker; 0: the worker's."""
 
     restart: bool
     delay: float
     remaining: int
     reason: str
+    code: int = 0
 
 
 def check(policy: RestartPolicy) -> RestartPolicy:
@@ -113,11 +118,6 @@ def check(policy: RestartPolicy) -> RestartPolicy:
             "times must not be negative and the factor must be at least 1"
         )
     return policy
-
-
-def was_ready(failure: Failure, policy: RestartPolicy) -> bool:
-    """What the worker reported, or else whether it lived long enough to have got going."""
-    return failure.lived >= policy.ready_after if failure.ready is None else failure.ready
 
 
 def remaining(history: History, now: float, policy: RestartPolicy) -> int:
@@ -164,7 +164,7 @@ def _listed(failure: Failure, names: frozenset[int | str]) -> str:
     return next((kind for kind in failure.kinds if kind in names), "")
 
 
-def _final(history: History, failure: Failure, policy: RestartPolicy) -> str:
+def _final(failure: Failure, policy: RestartPolicy) -> str:
     """Why a restart cannot help, whatever budget is left; empty where it may."""
     if failure.exit_code == DO_NOT_RETRY:
         return f"not restarted: exit code {DO_NOT_RETRY} says 'do not retry'"
@@ -175,16 +175,19 @@ def _final(history: History, failure: Failure, policy: RestartPolicy) -> str:
     may_pass = failure.step is not None or "OSError" in failure.kinds
     if listed and failure.lived < policy.hopeless_within and not may_pass:
         return f"not restarted: {listed} would happen again (--no-restart-on none restarts it all the same)"
-    last = history.failures[-1] if history.failures else None
-    if (
-        policy.readiness
-        and last is not None
-        and failure.error == last.error
-        and not was_ready(failure, policy)
-        and not was_ready(last, policy)
-    ):
-        return "not restarted: the same error twice in a row, both times before the worker was ready"
     return ""
+
+
+def _same_again(history: History, failure: Failure, policy: RestartPolicy) -> bool:
+    """Whether this failure is the last one again, with no progress in between."""
+    last = history.failures[-1] if history.failures else None
+    if last is None or not failure.signature or failure.signature != last.signature:
+        return False
+    if failure.step is not None and (last.step is None or failure.step > last.step):
+        return False
+    # The time between the failures, not the life of the later one: it covers rounds that ended otherwise.
+    soon = max(last.lived, failure.at - last.at) < policy.hopeless_within
+    return soon or (failure.step is not None and failure.step == last.step)
 
 
 def decide(history: History, failure: Failure, now: float, policy: RestartPolicy) -> Decision:
@@ -194,12 +197,18 @@ def decide(history: History, failure: Failure, now: float, policy: RestartPolicy
     within = "" if policy.window is None else f" within {policy.window:g} s"
     if policy.max_restarts == 0:
         return Decision(False, 0.0, 0, "not restarted: no restarts are allowed (max_restarts is 0)")
-    final = _final(history, failure, policy)
+    final = _final(failure, policy)
     if final:
         return Decision(False, 0.0, left, final)
     if left == 0:
         reason = f"not restarted: {policy.max_restarts} of {policy.max_restarts} restarts are used{within}"
         return Decision(False, 0.0, 0, reason)
+    if policy.same_failure and _same_again(history, failure, policy):
+        reason = (
+            f"not restarted: the same failure twice in a row without progress ({failure.signature}); "
+            "--restart-always restarts it all the same"
+        )
+        return Decision(False, 0.0, left, reason, DO_NOT_RETRY)
     loop = backoff(history, failure, now, policy)
     delay = max(loop, policy.restart_delay)
     reason = f"restart {spent + 1} of {policy.max_restarts}{within}"

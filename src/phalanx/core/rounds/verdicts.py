@@ -36,6 +36,8 @@ def round_over(held: Round, now: Round, leaving: str, drained: bool) -> RoundOve
         delay=failure.delay,
         fresh=failure.anew,
         ranks=failure.ranks,
+        step=failure.step,
+        signature=failure.signature,
     )
 
 

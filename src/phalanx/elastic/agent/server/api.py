@@ -294,7 +294,7 @@ class SimpleElasticAgent(TorchEvents, Agent, ElasticAgent):
         """Tell the core what `_monitor_workers` found."""
         loop, spec = self._loop, self._worker_group.spec
         self._worker_group.state = result.state  # also where the agent ends because of it
-        event = worker_event(result, self.supervision.progress_of)
+        event = worker_event(result, self.supervision.step_of)
         if event is None:
             self._observed(result.state)
         if result.state is WorkerState.HEALTHY:
