@@ -24,6 +24,7 @@ from phalanx.agent.warm.spawner import (
     StartRefused,
 )
 from phalanx.agent.workers.result import RunResult
+from phalanx.agent.workers.worker_kinds import SubprocessContext
 from phalanx.cluster.clock import clock
 from phalanx.core.group.events import RoundOver, Signal, WorkerState
 from phalanx.core.group.restarts import RestartPolicy
@@ -50,7 +51,7 @@ from tests.support.run_helpers import (
 from tests.support.trials import few_or_many as few_or_200
 from tests.support.trials import play
 from tests.system.test_faults import Agent, agent, all_gone_in_time, few_or_many
-from tests.system.test_loop import PAUSE, Waiting, agent_of, idle_in, is_in
+from tests.system.test_loop import PAUSE, Waiting, agent_of, idle_in, is_in, status_of
 
 __all__ = ["agent"]  # a fixture
 
@@ -170,7 +171,6 @@ def test_killed_just_before_the_start(victims: str, times: int, tmp_path: Path) 
 def test_killed_before_a_group_without_a_loop(victims: str, tmp_path: Path) -> None:
     """`start_processes` has its own helpers; they are replaced as well."""
     from phalanx.agent.workers.worker_group import GroupOptions
-    from phalanx.agent.workers.worker_kinds import SubprocessContext
 
     pool = HelperPool("exec")
     helpers = helpers_in(pool)
@@ -233,6 +233,8 @@ def test_sigterm_ends_the_agent_although_helpers_are_stopped(
         )
         with Running([*GRACE, main]) as job:
             workers = job.workers(1)
+            # A zygote that is stopped before it has answered the start is killed, and its worker with it.
+            wait_until(lambda: (status_of(job.agent) or {}).get("phase") == "RUNNING", "the start's answer")
             helpers = stop_helpers(job.agent, victims)
             job.signal(signal.SIGTERM)
             assert job.end().code == 143
@@ -241,6 +243,29 @@ def test_sigterm_ends_the_agent_although_helpers_are_stopped(
             wait_until(lambda: all_gone(helpers), "the end of the helpers")
 
     play(times, tmp_path, trial)
+
+
+SLEEP = "while :; do sleep 0.05; done"
+
+
+def test_a_stop_that_overtakes_the_answer_of_a_start_is_a_signal_to_the_workers(tmp_path: Path) -> None:
+    """The zygote is stopped with its answer still unread: that is no sign that it takes the stop."""
+    ready = tmp_path / "ready"
+    args: dict[int, tuple[str, ...]] = {0: ("-c", f"trap 'exit 7' TERM; touch {ready}; {SLEEP}")}
+    group = SubprocessContext("s", "/bin/sh", args, {0: {}}, DefaultLogsSpecs(str(tmp_path)))
+    group.begin()
+    wait_until(ready.exists, "the worker")
+    assert group.spawner is not None
+    zygote = zygote_below(group.spawner.pid)
+    wait_until(lambda: select.select([group.spawner.fileno()], [], [], 0)[0], "the answer")
+    zygote.suspend()
+    try:
+        group.ask_stop(signal.SIGTERM, 10 * HUNG)
+        wait_until(lambda: (group.advance(0.05), group.exit_code(0) is not None)[1], "the end of the worker")
+        assert group.exit_code(0) == 7
+    finally:
+        zygote.resume()
+        group.close()
 
 
 @few_or_many

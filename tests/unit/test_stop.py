@@ -33,7 +33,7 @@ def replay(script: str) -> str:
         time, _, call = line[2:].partition(" ")
         name, _, args = call.partition("(")
         first: list[object] = [] if name == "signal_workers" else [stop]
-        when = [] if name in ("respond", "answer") else [float(time)]
+        when = [] if name == "respond" else [float(time)]
         rest = [json.loads(word.lower()) for word in args[:-1].split(", ") if word]
         answer = getattr(stops, name)(*first, *when, *rest)
         stop, actions = answer if isinstance(answer, tuple) else (answer, ())

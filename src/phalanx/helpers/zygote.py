@@ -592,8 +592,7 @@ class Zygote:
     def _begin_stop(self) -> float:
         self.at_failure = None  # the agent is in charge now
         self._reap()  # workers that have exited by now must not count as stopped
-        if self.workers:
-            self._report(messages.GroupStopping(self.group))
+        self._report(messages.GroupStopping(self.group))
         return time.monotonic()
 
     def _recall(self, order: messages.RecallGroup) -> None:

@@ -122,7 +122,7 @@ class Spawner:
         self.witness: Witness | None = None  # of the workers of the last start
         self._wishes = -1  # the file with the list and its log
         self._log: PreloadLog | None = None
-        self.silent = False  # nothing was heard since the last `stop`
+        self.silent = False  # the zygote has not confirmed the last `stop`
         self.kept: bool | None = None  # the answer to `keep`
         self._files = (0, 0)
         if adopted is not None:
@@ -287,7 +287,6 @@ class Spawner:
             except OSError:
                 pass
             came, gone = self.channel.pending() if not self.lost else ([], False)
-            self.silent = self.silent and not came
             for message, fds in came:
                 self._note(message, fds)
             if gone:
@@ -295,6 +294,8 @@ class Spawner:
                 self._early.append(HelpersLost())
 
     def _note(self, message: Record, fds: list[int]) -> None:
+        if isinstance(message, messages.GroupStopping | GroupStopped) and message.group == self._group:
+            self.silent = False  # anything else may have been on its way before the stop
         if isinstance(message, Exit | WorkersStarted):
             self._early.append(message)
         elif isinstance(message, messages.WorkersForked):

@@ -563,7 +563,7 @@ class PContext(abc.ABC):
                     if self._state == "starting":
                         self._state = "running"
                     elif self._stop is not None:
-                        self._stop = stops.answer(self._stop)
+                        self._stop = stops.answer(self._stop, time.monotonic())
                 elif isinstance(event, StartRefused):
                     self._answered = True
                     self.start_error = event.error

@@ -13,7 +13,8 @@ The rules:
 - A second request only shortens the grace. A stop cannot be called off.
 - While workers run, the zygote must show a sign of life soon after a request. Without workers, only the
   deadline of the stage counts.
-- A start that is not answered has run nothing of the user's, so there is no grace: the zygote is killed.
+- A start that is not answered has run nothing of the user's, or only just: there is no grace, the zygote is
+  killed.
 - A recall is a stop that workers may outlive: those that re-enter have until `park_by`.
 - A process that outlives SIGKILL is in uninterruptible sleep. It is given up after a while, and named.
 
@@ -117,9 +118,13 @@ def ask(stop: Stop | None, now: float, sig: int, grace: float, runs: bool, answe
     return asked.replace(due=kill_at + ANSWER, sign_by=now + SIGN_OF_LIFE if runs else NEVER), (ASK,)
 
 
-def answer(stop: Stop) -> Stop:
-    """In the agent: the start is answered after a stop was asked for. From here on the grace counts."""
-    return stop.replace(due=stop.kill_at + ANSWER) if stop.stage == ASKED else stop
+def answer(stop: Stop, now: float) -> Stop:
+    """In the agent: the start is answered after a stop was asked for. From here on the grace counts.
+
+    The zygote may have been stopped after this answer, so that a sign of life is due from here on, too."""
+    if stop.stage != ASKED:
+        return stop
+    return stop.replace(due=stop.kill_at + ANSWER, sign_by=now + SIGN_OF_LIFE)
 
 
 def respond(stop: Stop) -> Stop:
