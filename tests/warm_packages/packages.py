@@ -22,6 +22,7 @@ scikit-image=skimage onnx onnxruntime imageio gymnasium optuna xgboost lightgbm
 statsmodels=statsmodels.api cloudpickle joblib msgpack orjson lxml=lxml,lxml.etree beautifulsoup4=bs4
 sqlalchemy redis psutil pyyaml=yaml jsonschema attrs=attr,attrs loguru fsspec gcsfs
 google-cloud-storage=google.cloud.storage tiktoken sentence-transformers=sentence_transformers diffusers
+cuda-bindings=cuda.bindings,cuda.bindings.driver,cuda.bindings.runtime
 evaluate deepspeed bitsandbytes einx jaxtyping beartype librosa soundfile catboost ipython=IPython triton
 faiss-cpu=faiss spacy kornia albumentations
 nvidia-ml-py=pynvml httpcore flatbuffers cython=Cython pydot monkeytype dill multiprocess six
@@ -63,7 +64,6 @@ _NEVER = """
 nvidia-nccl-cu12 nvidia-nccl-cu13 nvidia-cublas nvidia-cublas-cu12 nvidia-cudnn-cu12 nvidia-cudnn-cu13
 nvidia-cuda-runtime nvidia-cuda-runtime-cu12 nvidia-cuda-nvrtc nvidia-cuda-nvrtc-cu12 nvidia-cufft
 nvidia-cusolver nvidia-cusparse nvidia-nvjitlink nvidia-cusparselt-cu13 nvidia-nvshmem-cu13 cuda-toolkit
-cuda-bindings
 """
 NEVER = _NEVER.split()
 

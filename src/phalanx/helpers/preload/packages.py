@@ -110,6 +110,8 @@ PACKAGES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "colorlog": ("6.12.0", "POLARS_* USER", ()),
     "confection": ("1.3.4", "HOME OPENSSL_* POLARS_* USER", ()),
     "cryptography": ("50.0.2", "CRYPTOGRAPHY_OPENSSL_NO_LEGACY OPENSSL_* POLARS_* USER", ()),
+    "cuda.bindings": ("13.5.0", "HOME", ()),
+    "cuda.pathfinder": ("1.9.0", "HOME", ()),
     "cycler": ("0.12.1", "POLARS_* USER", ()),
     "cymem": ("2.0.16", "", ()),
     "dask": ("2026.8.0", "@gymnasium DASK_*", ()),
