@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import select
 import signal
 import subprocess
@@ -340,9 +341,9 @@ def cgroup_of(pid: int) -> str:
 
 
 def is_populated(group: Path) -> bool:
-    """Whether a process is in a control group."""
+    """Whether a process is in a control group; one that is ending is, until nothing of it is left."""
     try:
-        return bool((group / "cgroup.procs").read_text())
+        return "populated 1" in (group / "cgroup.events").read_text()
     except OSError:
         return False
 
@@ -400,7 +401,7 @@ def test_who_sees_other_clocks_kills_nobody(tmp_path: Path) -> None:
         assert psutil.Process(worker).status() != psutil.STATUS_ZOMBIE
 
 
-INSIDE = "print('inside' if '/phalanx-' in open('/proc/self/cgroup').read() else 'outside', flush=True)\n"
+INSIDE = "print('inside', open('/proc/self/cgroup').read().rpartition('/')[2].strip(), flush=True)\n"
 
 
 @needs_cgroups
@@ -410,8 +411,9 @@ def test_a_worker_starts_in_the_control_group(how: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", INSIDE] if how == "--no-python" else [script(tmp_path, INSIDE)]
     done = run(*how.split(), "--nproc-per-node", "2", *command)
     assert done.code == 0, done
-    assert done.out.count("inside") == 2, done
-    assert not [name for name in os.listdir(job_cgroup.base()) if is_left(name)], "it ends with the job"
+    (group,) = set(re.findall(r"inside (phalanx-\S+)", done.out))
+    assert done.out.count(f"inside {group}") == 2, done
+    assert not Path(job_cgroup.base(), group).exists(), "it ends with the job"
 
 
 def inside() -> str:
@@ -435,13 +437,6 @@ def test_without_clone3_the_zygote_moves_itself(monkeypatch: pytest.MonkeyPatch,
     result = start_processes("f", inside, {0: ()}, {0: {}}, logs, start_method="fork").wait(HUNG)
     assert result is not None
     assert "/phalanx-" in result.return_values[0]
-
-
-def is_left(group: str) -> bool:
-    """Whether a group of this namespace has outlived its keeper."""
-    spaces, _, keeper = group.removeprefix("phalanx-").partition("-")
-    here = Path(job_cgroup._name(0, "")).name.removeprefix("phalanx-").partition("-")[0]
-    return group.startswith("phalanx-") and spaces == here and gone(int(keeper.partition("-")[0]))
 
 
 # Always another process, whose parent is gone. It ends by itself after so many forks or seconds, whatever
